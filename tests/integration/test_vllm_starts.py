@@ -267,7 +267,7 @@ def test_reserve_is_remeasured_when_an_awake_engine_sleeps(
         def __init__(self) -> None:
             self.kvelastic_ranks = [1]
 
-    monkeypatch.setattr(executor_class.in_gpu_worker, "hand_over_reserve", lambda worker: worker)
+    monkeypatch.setattr(executor_class.in_worker, "hand_over_reserve", lambda worker: worker)
     executor: Any = Executor()
     executor.kvelastic_instance = SimpleNamespace(
         is_on_gpu=True,

@@ -65,7 +65,7 @@ def _simulated_nvml(folder: Path, driver: Any) -> ModuleType:
 
 def main() -> None:
     from kvelastic import _vmm
-    from kvelastic.integration.vllm import in_gpu_worker, worker_device
+    from kvelastic.integration.vllm import in_worker, worker_device
 
     driver = _vmm.CudaDriver("cuda:0")
     held: dict[str, int] = {"torch": 0, "outside": 0}
@@ -93,14 +93,14 @@ def main() -> None:
             if "TEST_NVML" in os.environ:
                 (folder / str(os.getpid())).touch()
             if sys.argv[1] == "elastic":
-                with in_gpu_worker.measuring(worker):
-                    in_gpu_worker.memory_info(memory)
+                with in_worker.measuring(worker):
+                    in_worker.memory_info(memory)
         elif command in held:
             size_bytes = int(arguments[0])
             driver.create(size_bytes)
             held[command] += size_bytes
         elif command == "reserve":
-            answer = str(in_gpu_worker.hand_over_reserve(worker))
+            answer = str(in_worker.hand_over_reserve(worker))
         print(answer, flush=True)
 
 

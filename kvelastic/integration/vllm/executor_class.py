@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvelastic.integration.vllm import in_engine_core, in_gpu_worker, in_worker, tier_adapters
+from kvelastic.integration.vllm import in_engine_core, in_worker, tier_adapters
 from kvelastic.integration.vllm.connector_settings import exchanges, is_ours, name_our_class
 from kvelastic.integration.vllm.subclasses import Subclasses
 
@@ -185,7 +185,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
 
     def _held_bytes(self) -> list[int]:
         """End the workers' start reserves; return what each rank of the instance holds."""
-        held_bytes = self._on_each_worker(in_gpu_worker.hand_over_reserve)
+        held_bytes = self._on_each_worker(in_worker.hand_over_reserve)
         return [held_bytes[rank] for rank in self.kvelastic_ranks]
 
     def _on_each_worker(self, function: Callable[[Any], _T]) -> list[_T]:

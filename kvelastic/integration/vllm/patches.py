@@ -20,7 +20,6 @@ from kvelastic.integration.vllm import (
     executor_class,
     in_engine_core,
     in_front_end,
-    in_gpu_worker,
     in_worker,
     probes,
     tier_adapters,
@@ -65,10 +64,10 @@ HOOKS: Final = (
         in_engine_core.make_blocks_needed,
         is_made=True,
     ),
-    Hook(WORKER, "torch.accelerator:get_memory_info", in_gpu_worker.memory_info),
-    Hook(WORKER, f"{BLOCK_TABLES}.gather_block_tables", in_gpu_worker.gather_block_tables),
-    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row),
-    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row),
+    Hook(WORKER, "torch.accelerator:get_memory_info", in_worker.memory_info),
+    Hook(WORKER, f"{BLOCK_TABLES}.gather_block_tables", in_worker.gather_block_tables),
+    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_worker.add_row),
+    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_worker.move_row),
     Hook(CPU_WORKER, f"{CPU_WORKER}:get_memory_node_info", in_worker.memory_node_info),
 )
 """All hooks without tiers. Each process imports only its own modules and so sets only its own

@@ -2,7 +2,7 @@
 
 On a GPU, vLLM measures the device's free memory three times: before loading, after profiling, and
 around its sleep. It exits if the values do not fit, and next to a neighbour they never do. In these
-calls, kvelastic excludes the neighbours' use from "used" (`in_gpu_worker.measuring`).
+calls, kvelastic excludes the neighbours' use from "used" (`in_worker.measuring`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvelastic.integration.vllm import in_gpu_worker, start_reserve, worker_device
+from kvelastic.integration.vllm import in_worker, start_reserve, worker_device
 from kvelastic.integration.vllm.handoff import HANDOFF
 from kvelastic.integration.vllm.probes import CPU_WORKER
 from kvelastic.integration.vllm.refusals import refuse_short_offsets
@@ -34,7 +34,7 @@ class ElasticWorker(Worker):  # type: ignore[misc]  # vLLM has no type informati
 
     def init_device(self) -> None:
         """Measure at start."""
-        with in_gpu_worker.measuring(self):
+        with in_worker.measuring(self):
             super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class ElasticWorker(Worker):  # type: ignore[misc]  # vLLM has no type informati
 
     def determine_available_memory(self) -> Any:
         """Measure what vLLM needs."""
-        with in_gpu_worker.measuring(self):
+        with in_worker.measuring(self):
             return super().determine_available_memory()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -75,7 +75,7 @@ class ElasticWorker(Worker):  # type: ignore[misc]  # vLLM has no type informati
         if tables is not None:
             tables.redirect_writes_to_null_block = True
         try:
-            with in_gpu_worker.measuring(self):
+            with in_worker.measuring(self):
                 return super().compile_or_warm_up_model()
         finally:
             if tables is not None:
@@ -83,7 +83,7 @@ class ElasticWorker(Worker):  # type: ignore[misc]  # vLLM has no type informati
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
         """Measure what a sleep frees."""
-        with in_gpu_worker.measuring(self):
+        with in_worker.measuring(self):
             return super().sleep(*args, **kwargs)
 
     def shutdown(self) -> None:
