@@ -54,7 +54,7 @@ def test_requests_since_a_report_reduce_its_room() -> None:
     assert ranks([reported, awake("b", 100, queue=40)]) == [["a"], ["b"]]
 
 
-def test_idle_replicas_with_memory_in_use_keep_their_room() -> None:
+def test_idle_replica_with_used_memory_keeps_room() -> None:
     held = awake("a", 100, in_use_bytes=90 * MIB, queue=1)
     assert ranks([held, awake("b", 100)]) == [["a", "b"]]
 
