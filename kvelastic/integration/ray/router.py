@@ -61,10 +61,10 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
             Standing.of(
                 name,
                 replica.routing_stats,
-                self.replica_queue_len_cache.get(replica.replica_id),
-                self._seen.hits(name, request.prefix),
-                name in request.tried,
-                name in request.sleepers,
+                queue=self.replica_queue_len_cache.get(replica.replica_id),
+                hits=self._seen.hits(name, request.prefix),
+                is_tried=name in request.tried,
+                is_asleep=name in request.sleepers,
             )
             for name, replica in by_name.items()
             if name not in silent
