@@ -157,8 +157,9 @@ class KVTPClient:
         files = [_memory_of(handle) for handle in handles]
         memories = dict(zip(files, handles, strict=True))
         self._memories = list(memories.values())
-        places = [list(memories).index(file) for file in files]
-        self._register_tensors(list(zip(places, described, strict=True)), axis)
+        places = {file: place for place, file in enumerate(memories)}
+        tensors = [(places[file], one) for file, one in zip(files, described, strict=True)]
+        self._register_tensors(tensors, axis)
 
     def register_range(
         self,
