@@ -82,6 +82,7 @@ Result<std::uint64_t> BackgroundWork::provision() {
 
 Result<std::uint64_t> BackgroundWork::trim(std::uint64_t most) {
   Change change(pool_, PoolState::InSession{});
+  change->provisioning.cancel();
   return reclaimer_.unmap_parked(change, most);
 }
 

@@ -50,7 +50,8 @@ class BackgroundWork {
   Result<std::uint64_t> provision();
   /// True if provision() was postponed: call it again soon.
   bool is_provision_due() const { return PoolState::Look(pool_)->work.is_provision_pending(); }
-  /// Unmaps at most `most` parked pages and returns how many. Waits for the session; blocks.
+  /// Unmaps at most `most` parked pages and returns how many. Cancels a pending provision(). Waits
+  /// for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
   /// Moves the cached blocks of the page with the fewest into holes of other pages, if there are
   /// enough, and returns how many moved. Loses nothing. For movable pools only. Waits for the

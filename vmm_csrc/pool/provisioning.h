@@ -42,9 +42,12 @@ class Provisioning {
   }
   /// Returns how many pages to map for the use since the last call.
   std::uint64_t take_due(std::uint64_t parked_pages) {
+    if (demand_pages_ == 0) return 0;
     const std::uint64_t mark = std::clamp(std::exchange(demand_pages_, 0), min_pages_, max_pages_);
     return mark > parked_pages ? mark - parked_pages : 0;
   }
+  /// A trim cancels the pages that earlier use required: they would be mapped again right after it.
+  void cancel() { demand_pages_ = 0; }
   /// These pages were not mapped and are still needed.
   void put_back(std::uint64_t pages, std::uint64_t parked_pages) {
     demand_pages_ = std::max(demand_pages_, pages + parked_pages);

@@ -297,6 +297,21 @@ TEST(preallocated_pages_wait_for_loads) {
   pool.background.on_work(nullptr);
 }
 
+TEST(trim_cancels_pending_preallocation) {
+  auto made =
+      Pool::create(geometry(), std::make_shared<LocalBacking>(host_range(geometry())), options());
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  pool.background.on_work([] {});
+  const auto ids = pool.allocator.alloc(kBlocksPerPage);
+  REQUIRE(ids && *ids);
+  REQUIRE(pool.background.is_provision_due());
+  CHECK(static_cast<bool>(pool.background.trim()));
+  const Result<std::uint64_t> mapped = pool.background.provision();
+  CHECK(mapped && *mapped == 0);
+  pool.background.on_work(nullptr);
+}
+
 /// A device that works behind the calls, which counts the pages of each.
 class CountedCalls final : public OverLocal {
  public:
