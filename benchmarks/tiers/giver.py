@@ -43,9 +43,9 @@ def tier_verbs(pool: ElasticPool, settings: Config) -> Iterator[Verbs]:
         blocks.cache(ids, b"".join(next(names).to_bytes(16, "little") for _ in ids))
 
     def tier() -> dict[str, Any]:
-        shown = tiers.statistics().tiers if tiers is not None else ()
+        stores = tiers.stores if tiers is not None else ()
         return {
-            "records": [one.capacity.records for one in shown if one.capacity],
+            "records": [store.capacity().records for store in stores],
             "written_bytes": written_bytes(),
         }
 

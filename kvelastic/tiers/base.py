@@ -21,10 +21,11 @@ False, `has` and `hold` only use an index in memory and do not block.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.namespace import Namespace
@@ -103,76 +104,60 @@ class Unerased(NamedTuple):
     """Records that belong to other engines and must be erased there."""
 
 
-class Hold(ABC):
-    """Keys that stay readable until `release()`: the store does not evict their records."""
+class _Releasable:
+    """Something that a store keeps for the caller until `release()`. Any thread may call."""
 
-    count: int
-    """How many of the requested keys are held, counted from the first."""
+    def __init__(self, end: Callable[[], object] | None = None) -> None:
+        """The first `release` calls `end`."""
+        self._end = end
+        self._lock = threading.Lock()
 
-    @abstractmethod
     def release(self) -> None:
-        """Release the keys. Idempotent."""
+        """Release what is kept. Idempotent."""
+        with self._lock:
+            end, self._end = self._end, None
+        if end is not None:
+            end()
 
-    def __enter__(self) -> Hold:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class NoHold(Hold):
-    """A hold that protects nothing: the keys were stored, but may be evicted at any time."""
+_Self = TypeVar("_Self", bound=_Releasable)
 
-    def __init__(self, count: int = 0) -> None:
+
+class Hold(_Releasable):
+    """Keys that stay readable until `release()`: the store does not evict their records.
+
+    A hold without `end` protects nothing: the keys were stored, but may be evicted at any time.
+    """
+
+    def __init__(self, count: int = 0, end: Callable[[], object] | None = None) -> None:
+        super().__init__(end)
         self.count = count
-
-    def release(self) -> None:
-        """Do nothing."""
+        """How many of the requested keys are held, counted from the first."""
 
 
-class Reservation(ABC):
+class Reservation(_Releasable):
     """Slots reserved for records that will be put, exclusively for the holder.
 
     `put` of a reserved key fills its slot. Until then `has`, `hold` and `get` do not find the key,
-    and another `reserve` treats it as present.
+    and another `reserve` treats it as present. `release` frees the slots that were not filled.
     """
 
-    slots: Sequence[int]
-    """The store's slot number for each new record. Negative if the key has no slot."""
-
-    @property
-    @abstractmethod
-    def is_new(self) -> Sequence[bool]:
-        """For each requested key, whether the holder must put it.
-
-        False if the key is stored or reserved already.
-        """
+    def __init__(self, slots: Sequence[int], end: Callable[[], object] | None = None) -> None:
+        super().__init__(end)
+        self.slots = slots
+        """For each requested key, the store's slot number. Negative if the key is stored or
+        reserved already, so that the holder need not put it."""
 
     @property
     def first_new(self) -> int | None:
         """Index of the first key that the holder must put, or None."""
-        is_new = self.is_new
-        return is_new.index(True) if True in is_new else None
-
-    @abstractmethod
-    def release(self) -> None:
-        """Release the slots that were not filled. Idempotent."""
-
-
-class Promise(Reservation):
-    """The reservation of a store that has no slots and allocates at each `put`."""
-
-    def __init__(self, there: Sequence[bool]) -> None:
-        self._there = there
-        self.slots = [-1] * len(there)
-
-    @property
-    def is_new(self) -> Sequence[bool]:
-        """For each key, whether it was missing when the reservation was made."""
-        return [not is_there for is_there in self._there]
-
-    def release(self) -> None:
-        """Do nothing: no slot is held."""
+        return next((at for at, slot in enumerate(self.slots) if slot >= 0), None)
 
 
 class Store(ABC):
@@ -185,6 +170,12 @@ class Store(ABC):
     """Whether blocks can be demoted to it. False for a store that only reads."""
     asks_medium: bool = False
     """Whether `has` and `hold` use a file system or a server, and so may block."""
+
+    def __init__(self, record_bytes: int) -> None:
+        self.record_bytes = record_bytes
+        self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
+        self._counting = threading.Lock()
+        """Guards the counts. No other lock is taken inside it."""
 
     @property
     def is_ready(self) -> bool:
@@ -214,17 +205,17 @@ class Store(ABC):
         If other processes can evict records of the store (on a server), the hold guarantees
         nothing: `get` may still miss. That is the hold of a store that does not override this.
         """
-        return NoHold(self.leading(keys)[0])
+        return Hold(self.leading(keys)[0])
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
         """Reserve slots for all given keys that are not stored.
 
         Returns None, and reserves none, if there are not enough slots. Evicts other records as
-        `put` does. A store without slots only returns which keys are missing, and allocates at
+        `put` does. A store without slots returns slot 0 for each missing key, and allocates at
         `put`.
         """
         self._check_chain(chain_after)
-        return Promise(self.has(keys))
+        return Reservation([-1 if is_there else 0 for is_there in self.has(keys)])
 
     def evict(self, count: int) -> int:
         """Evict up to `count` records by policy. Returns how many were evicted.
@@ -288,9 +279,16 @@ class Store(ABC):
         store does not control its capacity.
         """
 
-    @abstractmethod
     def statistics(self) -> StoreStatistics:
         """Return the counters since the store was opened."""
+        with self._counting:
+            return StoreStatistics(**self._counts)
+
+    def _count(self, **more: int) -> None:
+        """Add to the statistics."""
+        with self._counting:
+            for name, count in more.items():
+                self._counts[name] += count
 
     def write_budget(self) -> tuple[int, int] | None:
         """Return the bytes that may be written per UTC day and how many remain. None: no limit."""

@@ -4,7 +4,7 @@
     costs.loaded(1, blocks=8, seconds=0.02); costs.computed(blocks=50, seconds=3.4)
     costs.worth_asking(1)
 
-`policy.is_worth_asking` compares them. Thread-safe.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvelastic.tiers.policy import averaged, is_worth_asking
+WEIGHT = 0.2
+"""Weight of the newest measurement in a moving average."""
+PROBE_AFTER_S = 30.0
+"""Time after which a tier that was too slow is queried again, since the load may have dropped."""
+
+
+def averaged(before: float | None, new: float) -> float:
+    """Return the moving average after a new measurement. `before` None: return `new`."""
+    return new if before is None else before + WEIGHT * (new - before)
 
 
 class Costs:
@@ -39,15 +47,16 @@ class Costs:
                 self._compute_s = averaged(self._compute_s, seconds / blocks)
 
     def worth_asking(self, tier: int) -> bool:
-        """Return whether loading from the tier is faster than computing, or unknown.
+        """Return whether loading from the tier is faster than computing.
 
-        If True, records the time as that of the tier's last query.
+        Also True if either was not measured yet, so that it will be, and if the tier has not been
+        queried for `PROBE_AFTER_S`. If True, records the time as that of the tier's last query.
         """
         with self._lock:
             now_s = self._clock()
-            is_worth = is_worth_asking(
-                self._load_s[tier], self._compute_s, unasked_s=now_s - self._asked_s[tier]
-            )
+            load_s, compute_s = self._load_s[tier], self._compute_s
+            is_faster = load_s is None or compute_s is None or load_s < compute_s
+            is_worth = is_faster or now_s - self._asked_s[tier] >= PROBE_AFTER_S
             if is_worth:
                 self._asked_s[tier] = now_s
             return is_worth

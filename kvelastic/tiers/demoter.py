@@ -23,21 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvelastic import _vmm
 from kvelastic.errors import KvelasticError
 from kvelastic.tiers.base import NO_KEY, each_key
+from kvelastic.tiers.costs import averaged
 from kvelastic.tiers.executor import Executor
+from kvelastic.tiers.graph import demote_graph
 from kvelastic.tiers.lineage import in_order
-from kvelastic.tiers.plan import demote_graph
 from kvelastic.tiers.policy import (
     Copies,
     Occupancy,
     Rules,
-    averaged,
     batch_blocks,
     blocks_to_clean,
     refilled,
 )
-from kvelastic.tiers.pool_side import Demotion, LeavingBlocks
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 from kvelastic.tiers.write_behind import WriteBehind
 
@@ -76,7 +76,7 @@ class Demoter:
 
     def __init__(
         self,
-        blocks: LeavingBlocks,
+        blocks: _vmm.Pool,
         executor: Executor,
         rules: Rules,
         behind: WriteBehind,
@@ -184,13 +184,13 @@ class Demoter:
             _log.exception("blocks could not be demoted; it is tried again")
             self._is_closing.wait(REFUSED_S)
 
-    def _serve(self, demotion: Demotion) -> None:
+    def _serve(self, demotion: _vmm.Demotion) -> None:
         """Clean the requested number of blocks.
 
         Stops at the deadline, or when a writeback finds no dirty blocks or cleans none.
         """
         deadline_s = self._clock() + demotion.seconds_left
-        share_s = min(demotion.seconds_left, self._rules.deadlines.of(demotion.reason))
+        share_s = min(demotion.seconds_left, self._rules.deadline_s(demotion.reason))
         left = demotion.blocks
         while left > 0 and self._clock() < deadline_s and not self._must_stop():
             if demotion.reason == "sleep":
@@ -212,7 +212,7 @@ class Demoter:
         if now_s < self._refused_until_s or self._must_stop():
             return
         wanted = blocks_to_clean(
-            self._rules.policy,
+            self._rules,
             Occupancy(
                 used=stats["blocks_used"],
                 cached=stats["blocks_cached"],
@@ -221,10 +221,7 @@ class Demoter:
                 max_cached=most if (most := self._blocks.max_cached_blocks) >= 0 else None,
                 oldest_copyable_s=self._blocks.oldest_copyable_s,
             ),
-            watermark=self._rules.watermark,
             idle_s=now_s - self._active_at_s,
-            idle_after_s=self._rules.idle_after_s,
-            cache_idle_s=self._rules.cache_idle_s,
             affordable=self._affordable(now_s),
         )
         while wanted > 0 and not self._must_stop() and not self._behind.is_full:

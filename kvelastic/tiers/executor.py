@@ -6,7 +6,7 @@
     executor.close(timeout_s=5)
 
 A store that hangs holds only its own thread and the slots of one batch. When a call has taken
-`stuck_s`, the executor fails that operation and all operations queued for that store. It also fails
+`STUCK_S`, the executor fails that operation and all operations queued for that store. It also fails
 new ones until the call returns. The pool's copies have no timeout, because they access blocks.
 
 A store must not raise. If it does, the executor logs the error and treats the result as empty.
@@ -23,11 +23,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.graph import FILLS_STAGING, NO_TIER, POOL_COPIES, Kind, Operation, State
-from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.staging import StagingSlots
 from kvelastic.tiers.transfer_run import Batch, Priority, Run, Transfer
 
@@ -40,6 +41,19 @@ _LOOK_S = 0.25
 
 Measured = Callable[[Kind, int, int, float], None]
 """Called after each successful call, with kind, tier, blocks and seconds. Must be short."""
+
+
+class BlockCopies(Protocol):
+    """Copies between blocks and staging slots, one slot per block: a `_vmm.Pool`, or FlexKV's.
+
+    The copies block and release the GIL. They raise `DriverError` if the device fails.
+    """
+
+    def copy_out(self, ids: Sequence[int], staging: _vmm.Staging, slots: Sequence[int]) -> None:
+        """Copy blocks to slots."""
+
+    def copy_in(self, staging: _vmm.Staging, slots: Sequence[int], ids: Sequence[int]) -> None:
+        """Copy slots to blocks, which must be in use by the caller."""
 
 
 class _Worker:
@@ -65,11 +79,10 @@ class Executor:
 
     def __init__(
         self,
-        copies: Copies,
-        memory: StagingMemory,
+        copies: BlockCopies,
+        memory: _vmm.Staging,
         stores: Sequence[Store],
         *,
-        stuck_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
         measured: Measured | None = None,
     ) -> None:
@@ -80,7 +93,6 @@ class Executor:
         self.slots = StagingSlots(memory.slots)
         self._copies = copies
         self._memory = memory
-        self._stuck_s = stuck_s
         self._clock = clock
         self._measured = measured
         self._changed = threading.Condition()
@@ -174,7 +186,7 @@ class Executor:
                 if worker.running is None or worker.is_given_up:
                     continue
                 took_s = self._clock() - worker.began_s
-                if took_s < self._stuck_s:
+                if took_s < STUCK_S:
                     continue
                 run, index = worker.running
                 worker.is_given_up = True

@@ -6,18 +6,24 @@
     for index in states.ready(): ...
 
 A transfer moves *items*. Item i has the i-th key, the i-th block and the i-th record. An operation
-does one thing to some items. `plan` makes graphs and `executor` runs them. This module performs no
-operation, calls no tier and takes no lock.
+does one thing to some items, after some earlier operations. `executor` runs graphs. This module
+performs no operation, calls no tier and takes no lock. Tiers are identified by index, nearest
+first::
+
+    graph = load_graph(segments, batch=8, promote_to=0)
+    graph = demote_graph(24, tiers=[0, 1], batch=8)
+    graph = farther_graph(24, source=0, targets=[1], batch=8)
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.tiers.lookup import Segment
+from kvelastic.tiers.policy import Copies
 
 NO_TIER = -1
 """Tier of an operation that uses no store."""
@@ -64,7 +70,7 @@ class Operation:
     tier: int = NO_TIER
     """Index of the store's tier; `NO_TIER` for the pool's copies."""
     after: tuple[int, ...] = ()
-    """Indices of the operations that must have ended before, in any final state."""
+    """Indices of earlier operations that must have ended before, in any final state."""
     batch: int = 0
     """Operations of one batch share the staging slots of their items."""
     only_unstored: bool = False
@@ -76,65 +82,123 @@ class Operation:
 class Graph:
     """Operations and their order. Immutable and validated."""
 
-    def __init__(self, operations: Iterable[Operation], items: int | None = None) -> None:
-        """`items` is the number of items (default: the highest item named, plus one).
+    def __init__(self, operations: Iterable[Operation], items: int) -> None:
+        """`items` is the number of items of the transfer.
 
-        Raises `InvalidArgumentError` for a cycle, a predecessor or item that does not exist, a
-        duplicate item in one operation, a store's operation without a tier, and a copy of the pool
-        with one. Linear in operations, predecessors and items.
+        Raises `InvalidArgumentError` for a predecessor that is not an earlier operation, an item
+        that does not exist, a duplicate item in one operation, a store's operation without a tier,
+        and a copy of the pool with one. Linear in operations, predecessors and items.
         """
         self.operations = tuple(operations)
-        named = max((max(o.items, default=-1) for o in self.operations), default=-1) + 1
-        self.items = named if items is None else items
-        self.successors: tuple[tuple[int, ...], ...] = self._successors()
-        self._check_operations()
-        self.order: tuple[int, ...] = self._order()
-        """A topological order of the operations."""
-
-    def _successors(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.operations]
+        self.items = items
+        self.successors: list[list[int]] = [[] for _ in self.operations]
         for index, operation in enumerate(self.operations):
+            self._check(index, operation)
             for before in operation.after:
-                if not 0 <= before < len(self.operations):
-                    raise InvalidArgumentError(
-                        f"operation {index} comes after {before}, which is not there; name one of"
-                        f" {len(self.operations)}"
-                    )
-                found[before].append(index)
-        return tuple(tuple(indices) for indices in found)
+                self.successors[before].append(index)
 
-    def _check_operations(self) -> None:
-        for index, operation in enumerate(self.operations):
-            if not all(0 <= item < self.items for item in operation.items):
-                raise InvalidArgumentError(
-                    f"operation {index} names an item beyond {self.items}; name those of the"
-                    " transfer"
-                )
-            if len(set(operation.items)) != len(operation.items):
-                raise InvalidArgumentError(f"operation {index} names an item twice; name it once")
-            if (operation.kind in POOL_COPIES) != (operation.tier == NO_TIER):
-                raise InvalidArgumentError(
-                    f"operation {index}, {operation.kind.value}, has tier {operation.tier}; give"
-                    " stores' operations a tier, and the pool's copies none"
-                )
-
-    def _order(self) -> tuple[int, ...]:
-        waits_for = [len(operation.after) for operation in self.operations]
-        free = deque(index for index, count in enumerate(waits_for) if count == 0)
-        order = []
-        while free:
-            index = free.popleft()
-            order.append(index)
-            for after in self.successors[index]:
-                waits_for[after] -= 1
-                if waits_for[after] == 0:
-                    free.append(after)
-        if len(order) != len(self.operations):
-            stuck = [index for index, count in enumerate(waits_for) if count > 0]
+    def _check(self, index: int, operation: Operation) -> None:
+        if not all(0 <= before < index for before in operation.after):
             raise InvalidArgumentError(
-                f"operations {stuck[:8]} wait for one another; a graph has no cycle"
+                f"operation {index} comes after {operation.after}; name earlier operations"
             )
-        return tuple(order)
+        if not all(0 <= item < self.items for item in operation.items):
+            raise InvalidArgumentError(
+                f"operation {index} names an item beyond {self.items}; name those of the transfer"
+            )
+        if len(set(operation.items)) != len(operation.items):
+            raise InvalidArgumentError(f"operation {index} names an item twice; name it once")
+        if (operation.kind in POOL_COPIES) != (operation.tier == NO_TIER):
+            raise InvalidArgumentError(
+                f"operation {index}, {operation.kind.value}, has tier {operation.tier}; give"
+                " stores' operations a tier, and the pool's copies none"
+            )
+
+
+def load_graph(
+    segments: Sequence[Segment],
+    *,
+    batch: int,
+    promote_to: int = NO_TIER,
+    copies: Copies = Copies.ALL,
+) -> Graph:
+    """Load the keys of `segments` into blocks, `batch` blocks at a time.
+
+    After the load, records from tiers farther than `promote_to` are also put there, from staging.
+    With `Copies.FIRST`, they are then erased from the tier that they came from. Raises
+    `InvalidArgumentError` if `batch` is below 1.
+    """
+    operations: list[Operation] = []
+    batches = 0
+    for segment in segments:
+        for items in _batches(segment.first, segment.count, batch):
+            get = len(operations)
+            operations.append(Operation(Kind.GET, items, segment.tier, batch=batches))
+            operations.append(Operation(Kind.COPY_IN, items, after=(get,), batch=batches))
+            if NO_TIER < promote_to < segment.tier:
+                operations.append(
+                    Operation(
+                        Kind.PUT,
+                        items,
+                        promote_to,
+                        after=(get + 1,),
+                        batch=batches,
+                        is_awaited=False,
+                    )
+                )
+                if copies is Copies.FIRST:
+                    operations.append(
+                        Operation(
+                            Kind.DROP,
+                            items,
+                            segment.tier,
+                            after=(get + 2,),
+                            batch=batches,
+                            is_awaited=False,
+                        )
+                    )
+            batches += 1
+    return Graph(operations, sum(segment.count for segment in segments))
+
+
+def demote_graph(count: int, *, tiers: Sequence[int], batch: int) -> Graph:
+    """Copy each of `count` blocks into the first of `tiers` that accepts it, `batch` at a time.
+
+    Without tiers, the graph is empty. Raises `InvalidArgumentError` if `batch` is below 1.
+    """
+    operations: list[Operation] = []
+    if not tiers:
+        return Graph((), count)
+    for number, items in enumerate(_batches(0, count, batch)):
+        last = len(operations)
+        operations.append(Operation(Kind.COPY_OUT, items, batch=number))
+        for tier in tiers:
+            put = Operation(Kind.PUT, items, tier, after=(last,), batch=number, only_unstored=True)
+            last = len(operations)
+            operations.append(put)
+    return Graph(operations, count)
+
+
+def farther_graph(count: int, *, source: int, targets: Sequence[int], batch: int) -> Graph:
+    """Copy `count` records from the tier `source` to each of `targets`, `batch` at a time.
+
+    Accesses no block of the pool. Raises `InvalidArgumentError` if `batch` is below 1.
+    """
+    operations: list[Operation] = []
+    for number, items in enumerate(_batches(0, count, batch)):
+        get = len(operations)
+        operations.append(Operation(Kind.GET, items, source, batch=number))
+        operations.extend(
+            Operation(Kind.PUT, items, tier, after=(get,), batch=number) for tier in targets
+        )
+    return Graph(operations, count)
+
+
+def _batches(first: int, count: int, batch: int) -> list[tuple[int, ...]]:
+    if batch < 1:
+        raise InvalidArgumentError(f"a batch of {batch} moves nothing; give 1 or more")
+    end = first + count
+    return [tuple(range(at, min(at + batch, end))) for at in range(first, end, batch)]
 
 
 class States:

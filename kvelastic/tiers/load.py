@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
-from kvelastic.tiers.plan import Segment
-from kvelastic.tiers.policy import averaged
+from kvelastic.tiers.costs import averaged
+from kvelastic.tiers.lookup import Segment
 from kvelastic.tiers.transfer_run import Run
 
 if TYPE_CHECKING:

@@ -8,13 +8,56 @@ counts as empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvelastic.tiers.base import KEY_BYTES, Hold, NoHold, Store
-from kvelastic.tiers.plan import Segment, nearest
+from kvelastic.tiers.base import KEY_BYTES, Hold, Store
 from kvelastic.tiers.workers import Workers
 
 PATIENCE_S = 0.02
 """How long a request waits for a lookup in a store that may have nothing."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive keys that one tier has."""
+
+    tier: int
+    first: int
+    count: int
+
+
+def nearest(found: Sequence[Sequence[bool]]) -> list[Segment]:
+    """Return the leading keys that are in any tier, each in the nearest tier that has it.
+
+    `found[tier][key]` is whether a tier has a key. All rows have the same length. Linear.
+    """
+    if not found:
+        return []
+    segments: list[Segment] = []
+    count = len(found[0])
+    # The next True in each row, from `at` on. `list.index` skips long runs without a step of
+    # Python for each key.
+    next_true = [_next(row, True, 0) for row in found]
+    at = 0
+    while at < count:
+        tier = next((tier for tier, there in enumerate(next_true) if there == at), None)
+        if tier is None:
+            break
+        end = min([_next(found[tier], False, at), *next_true[:tier]])
+        segments.append(Segment(tier, at, end - at))
+        at = end
+        for other, row in enumerate(found):
+            if next_true[other] < at:
+                next_true[other] = _next(row, True, at)
+    return segments
+
+
+def _next(row: Sequence[bool], value: bool, at: int) -> int:
+    """Return the first index from `at` on with `value`, or the length of the row."""
+    try:
+        return row.index(value, at)
+    except ValueError:
+        return len(row)
 
 
 class Lookup:
@@ -46,7 +89,7 @@ class Lookup:
         If the store uses a file system or a server, the hold protects nothing.
         """
         if tier in self._workers:
-            return NoHold(len(keys) // KEY_BYTES)
+            return Hold(len(keys) // KEY_BYTES)
         return self._stores[tier].hold(keys)
 
     def hold_leading(

@@ -1,6 +1,6 @@
 """Tiers of one pool: look up, load and demote blocks.
 
-    tiers = open_tiers(pool, settings, namespace, staging)      # see `opening`
+    tiers = open_tiers(pool, settings, namespace)      # see `opening`
     with tiers.match(keys) as load:
         ids = blocks.alloc(load.count)
         tiers.load(load, ids)
@@ -20,34 +20,30 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.shared.tier_status import BlockCounts
 from kvelastic.tiers.base import (
     KEY_BYTES,
     NO_KEY,
-    Capacity,
     Selection,
     Store,
-    StoreStatistics,
 )
 from kvelastic.tiers.costs import Costs
-from kvelastic.tiers.demoter import Demoter, DemotionCounts
-from kvelastic.tiers.executor import STUCK_S, Executor
-from kvelastic.tiers.graph import NO_TIER, Graph, Kind
+from kvelastic.tiers.demoter import Demoter
+from kvelastic.tiers.executor import Executor
+from kvelastic.tiers.graph import NO_TIER, Graph, Kind, load_graph
 from kvelastic.tiers.lineage import Lineage
 from kvelastic.tiers.load import Load
-from kvelastic.tiers.lookup import Lookup
+from kvelastic.tiers.lookup import Lookup, Segment
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.plan import Segment, load_graph
 from kvelastic.tiers.policy import Rules
-from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
-from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 from kvelastic.tiers.workers import Call, Workers
 from kvelastic.tiers.write_behind import WriteBehind
@@ -59,7 +55,7 @@ CLOSE_S = 5.0
 EXIT_S = 2.0
 """Timeout of the `close` at process exit, if the process has not closed its tiers."""
 CALLS_AT_ONCE = 4
-"""Calls of operators and for statistics that one store gets at a time."""
+"""Calls of operators that one store gets at a time."""
 ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
@@ -73,28 +69,6 @@ _LOOK_S = 0.25
 """Interval at which a waiting call checks whether the tier has stalled."""
 
 _T = TypeVar("_T")
-
-
-class NamedBlocks(Copies, LeavingBlocks, Protocol):
-    """The part of the native pool that tiers use."""
-
-    def name_blocks(self, ids: Sequence[int], keys: bytes) -> None:
-        """Assign keys to blocks in use."""
-
-    def mark_clean(self, ids: Sequence[int], keys: bytes) -> int:
-        """Mark the blocks that still have these keys as clean. Returns how many were marked."""
-
-    def forget_copies(self) -> int:
-        """Mark every block as having no copy. Returns how many had one."""
-
-    def clean(self, timeout_s: float) -> int:
-        """Copy all cached blocks that have keys. Returns how many blocks still have no copy."""
-
-    def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
-        """Count evictions as demoted or dropped, and let shrinking wait for copies.
-
-        The arguments bound that wait, by the reason for shrinking.
-        """
 
 
 class Observer(Protocol):
@@ -112,13 +86,12 @@ class Tiers:
 
     def __init__(
         self,
-        blocks: NamedBlocks,
-        staging: StagingMemory,
+        blocks: _vmm.Pool,
+        staging: _vmm.Staging,
         namespace: Namespace,
         stores: Sequence[Store],
         rules: Rules | None = None,
         *,
-        stuck_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Enters the namespace in every store and starts the threads.
@@ -144,11 +117,10 @@ class Tiers:
         self._matched = self._unmatched = self._loaded = self._missed = 0
         self._demotes = any(store.takes_records for store in stores)
         if self._demotes:
-            deadlines = self._rules.deadlines
             blocks.use_tiers(
-                reclaim_wait_s=deadlines.reclaim_s,
-                limit_wait_s=deadlines.limit_s,
-                sleep_wait_s=deadlines.sleep_s,
+                reclaim_wait_s=self._rules.reclaim_s,
+                limit_wait_s=self._rules.limit_s,
+                sleep_wait_s=self._rules.sleep_s,
             )
         self._epoch = 0
         """Incremented on each erasure. A record read in an earlier epoch no longer counts as a copy
@@ -159,9 +131,7 @@ class Tiers:
         """For each tier, the threads of `_in_stores`."""
         for store in stores:
             store.enter(namespace)
-        self._executor = Executor(
-            blocks, staging, stores, stuck_s=stuck_s, clock=clock, measured=self._measure
-        )
+        self._executor = Executor(blocks, staging, stores, clock=clock, measured=self._measure)
         self._behind = WriteBehind(
             self._executor, tiers=self._tiers_that_take, capacity=self._nearest_capacity
         )
@@ -360,26 +330,15 @@ class Tiers:
             self._blocks.forget_copies()
         return new
 
-    def erase(self, selection: Selection | None = None) -> dict[str, int]:
-        """Erase records in every tier. Returns the number of erased records by tier name.
+    def erase(self, selection: Selection | None = None) -> dict[int, int]:
+        """Erase records in every tier. Returns the number of erased records by tier index.
 
-        `selection` None selects the current namespace in all its generations. A tier that is
-        stalled, or takes longer than a minute, is logged and missing from the result. Blocks.
+        `selection` None selects the current namespace in all its generations. A tier that is not
+        ready is skipped, unless the selection covers all namespaces. A tier that is stalled, or
+        takes longer than a minute, is logged and missing from the result. Blocks.
         """
         if selection is None:
             selection = Selection(namespace=self.namespace, every_generation=True)
-        counts: dict[str, int] = {}
-        for tier, count in self.erase_by_place(selection).items():
-            name = self._stores[tier].name
-            counts[name] = counts.get(name, 0) + count
-        return counts
-
-    def erase_by_place(self, selection: Selection) -> dict[int, int]:
-        """Erase records in every tier. Returns the number of erased records by tier index.
-
-        Unlike names, indices are unique. A tier that is not ready is skipped, unless the selection
-        covers all namespaces. Otherwise behaves like `erase`.
-        """
         chosen = [
             tier
             for tier, store in enumerate(self._stores)
@@ -486,52 +445,31 @@ class Tiers:
         if kind is Kind.GET:
             self._costs.loaded(tier, blocks, seconds)
 
-    def statistics(self) -> TiersStatistics:
-        """Return counters and the usage of each tier.
+    @property
+    def stuck_tiers(self) -> list[int]:
+        """Indices of the tiers that are bypassed because a call to the store hangs."""
+        return self._executor.stuck_tiers
 
-        Waits at most 1 s each for the capacities and the statistics of the stores.
-        """
-        return self.statistics_with(
-            self._in_stores(lambda store: store.capacity(), 1.0, also_stalled=True),
-            self._in_stores(lambda store: store.statistics(), 1.0, also_stalled=True),
-        )
+    def load_s(self, tier: int) -> float | None:
+        """Return the seconds to load a block from the tier; None before the first load."""
+        return self._costs.load_s(tier)
 
-    def statistics_with(
-        self, capacities: Mapping[int, Capacity], statistics: Mapping[int, StoreStatistics]
-    ) -> TiersStatistics:
-        """Return the statistics, with given results of the stores, by tier index.
+    def waiting_bytes(self, tier: int) -> int:
+        """Return the bytes of records that wait to be copied to this tier from a nearer one."""
+        return self._behind.waiting(tier) * self._staging.record_bytes
 
-        Does not call the stores and does not wait.
-        """
-        stuck = set(self._executor.stuck_tiers)
+    def block_counts(self) -> BlockCounts:
+        """Return the counts of blocks since the tiers were opened."""
         pool = self._blocks.stats()
-        counts: DemotionCounts = self._demoter.counts
         with self._lock:
-            return TiersStatistics(
-                tiers=tuple(
-                    TierStatistics(
-                        name=store.name,
-                        capacity=capacities.get(tier),
-                        store=statistics.get(tier),
-                        load_s=self._costs.load_s(tier),
-                        is_stuck=tier in stuck,
-                        waiting_bytes=self._behind.waiting(tier) * self._staging.record_bytes,
-                    )
-                    for tier, store in enumerate(self._stores)
-                ),
-                blocks=BlockCounts(
-                    matched=self._matched,
-                    unmatched=self._unmatched,
-                    loaded=self._loaded,
-                    missed=self._missed,
-                    served=counts.served,
-                    ahead=counts.ahead,
-                    refused=counts.refused,
-                    late=counts.late,
-                    lost=counts.lost,
-                    demoted=pool["blocks_demoted"],
-                    dropped=pool["blocks_dropped"],
-                ),
+            return BlockCounts(
+                matched=self._matched,
+                unmatched=self._unmatched,
+                loaded=self._loaded,
+                missed=self._missed,
+                **asdict(self._demoter.counts),
+                demoted=pool["blocks_demoted"],
+                dropped=pool["blocks_dropped"],
             )
 
     @property

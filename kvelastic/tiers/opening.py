@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from kvelastic import _vmm
@@ -25,7 +25,7 @@ from kvelastic.tiers.base import Store
 from kvelastic.tiers.hash_cache import HashCache, default_folder
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.policy import Copies, Deadlines, Rules, WritePolicy
+from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 from kvelastic.tiers.publisher import show
 from kvelastic.tiers.stores.identified import IdentifiedStore
 from kvelastic.tiers.stores.peer.store import PeerStore
@@ -37,9 +37,7 @@ def open_tiers(
     pool: ElasticPool,
     settings: Config,
     namespace: Namespace,
-    staging: _vmm.Staging | None = None,
     *,
-    name: str | None = None,
     weights: WeightFiles | None = None,
     peer: PeerStore | None = None,
 ) -> Tiers | None:
@@ -47,31 +45,28 @@ def open_tiers(
 
     `peer`, if any, becomes the farthest tier; it is closed if this raises.
 
-    The record size of `namespace` is replaced by the pool's. Without `staging`, staging memory of
-    the configured size is allocated. The host tier's instance is named after `name` (default: the
-    pool's name), with the suffix `_tier`. The contents of `weights` become part of the namespace of
-    stores that outlive this process. They are hashed in the background, and these stores are unused
-    until that is done.
+    The record size of `namespace` is replaced by the pool's. The host tier's instance is named
+    after the pool, with the suffix `_tier`. The contents of `weights` become part of the namespace
+    of stores that outlive this process. They are hashed in the background, and these stores are
+    unused until that is done.
 
     Close the tiers before the pool. Blocks while the stores open. If a store cannot be opened,
     closes the others and raises its error.
     """
-    asked = TierSettings.of(settings)
-    specs = _useful(asked.tiers, is_on_host=pool.is_on_host)
+    specs = _useful(settings.tiers, is_on_host=pool.is_on_host)
     if not specs and peer is None:
         return None
     record_bytes = pool.blocks.record_bytes
     namespace = replace(namespace, record_bytes=record_bytes)
-    if staging is None:
-        staging = _vmm.Staging(asked.staging_slots(record_bytes), record_bytes)
+    staging = _vmm.Staging(staging_slots(settings, record_bytes), record_bytes)
     stores: list[Store] = []
     try:
         for spec in specs:
-            store = _open_store(spec, settings, asked, namespace, name or pool.name)
+            store = _open_store(spec, settings, namespace, pool.name)
             outlives = weights is not None and spec.kind != "host"
             stores.append(IdentifiedStore(store) if outlives else store)
         stores += [] if peer is None else [peer]
-        tiers = Tiers(pool.blocks, staging, namespace, stores, asked.rules)
+        tiers = Tiers(pool.blocks, staging, namespace, stores, rules_of(settings))
     except BaseException:
         for store in dict.fromkeys([*stores, *([] if peer is None else [peer])]):
             store.close()
@@ -97,9 +92,7 @@ def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
     return [spec for spec in specs if spec.kind != "host"]
 
 
-def _open_store(
-    spec: TierSpec, settings: Config, asked: TierSettings, namespace: Namespace, name: str
-) -> Store:
+def _open_store(spec: TierSpec, settings: Config, namespace: Namespace, name: str) -> Store:
     # Import late, so that one kind of tier does not need the dependencies of another.
     record_bytes, limit_bytes = namespace.record_bytes, spec.limit_bytes
     if spec.kind == "host":
@@ -119,7 +112,7 @@ def _open_store(
             record_bytes,
             limit_bytes,
             namespace,
-            daily_write_bytes=asked.daily_write_bytes,
+            daily_write_bytes=settings.tier_daily_write,
         )
     if spec.kind == "folder":
         from kvelastic.tiers.stores.folder.store import FolderStore
@@ -130,32 +123,24 @@ def _open_store(
     return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes or 0)
 
 
-@dataclass(frozen=True)
-class TierSettings:
-    """The settings of tiers. docs/configuration.md describes each variable."""
+def rules_of(settings: Config) -> Rules:
+    """Return the rules of a configuration, whose values are already validated."""
+    return Rules(
+        policy=WritePolicy(settings.tier_policy),
+        copies=Copies(settings.tier_copies),
+        reclaim_s=settings.tier_reclaim_s,
+        limit_s=settings.tier_limit_s,
+        sleep_s=settings.tier_sleep_s,
+        watermark=settings.tier_watermark / 100,
+        idle_after_s=math.inf if settings.tier_idle_s is None else settings.tier_idle_s,
+        cache_idle_s=math.inf if settings.cache_idle_s is None else settings.cache_idle_s,
+        write_bytes_per_s=settings.tier_write_rate,
+    )
 
-    tiers: tuple[TierSpec, ...] = ()
-    rules: Rules = field(default_factory=Rules)
-    staging_bytes: int = 64 << 20
-    daily_write_bytes: int | None = None
 
-    @staticmethod
-    def of(config: Config) -> TierSettings:
-        """Return the tier settings of a configuration, whose values are already validated."""
-        rules = Rules(
-            policy=WritePolicy(config.tier_policy),
-            copies=Copies(config.tier_copies),
-            deadlines=Deadlines(config.tier_reclaim_s, config.tier_limit_s, config.tier_sleep_s),
-            watermark=config.tier_watermark / 100,
-            idle_after_s=math.inf if config.tier_idle_s is None else config.tier_idle_s,
-            cache_idle_s=math.inf if config.cache_idle_s is None else config.cache_idle_s,
-            write_bytes_per_s=config.tier_write_rate,
-        )
-        return TierSettings(config.tiers, rules, config.tier_staging, config.tier_daily_write)
-
-    def staging_slots(self, record_bytes: int) -> int:
-        """Return the number of staging slots: at least four, so that operations can overlap."""
-        return max(4, self.staging_bytes // record_bytes)
+def staging_slots(settings: Config, record_bytes: int) -> int:
+    """Return the number of staging slots: at least four, so that operations can overlap."""
+    return max(4, settings.tier_staging // record_bytes)
 
 
 _log = logging.getLogger("kvelastic")

@@ -105,7 +105,7 @@ def _erase(request: TierRequest, tiers: Tiers) -> _Outcome:
 
 
 def _erased(tiers: Tiers, selection: Selection) -> _Outcome:
-    erased = tiers.erase_by_place(selection)
+    erased = tiers.erase(selection)
     labels = labels_of(tiers.stores)
     counts = tuple(erased.get(place) for place in range(len(labels)))
     silent = [label for label, count in zip(labels, counts, strict=True) if count is None]

@@ -11,6 +11,7 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Callable
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
@@ -22,11 +23,15 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OTHERS: Final = 0o077
 
 
-def open_folder(path: str | os.PathLike[str]) -> int:
+def open_folder(
+    path: str | os.PathLike[str],
+    fault_of: Callable[[str, os.stat_result], str] = fault_of_own,
+) -> int:
     """Create the folder if it is missing, open it and return its descriptor.
 
-    Raises `InvalidArgumentError` if the path is a symbolic link or not a folder, belongs to another
-    user, or is accessible to other users. Raises `OSError` for other errors of the file system.
+    Raises `InvalidArgumentError` if the path is a symbolic link or not a folder, or if `fault_of`
+    returns why it is refused: by default if it is not of this user alone. Raises `OSError` for
+    other errors of the file system.
     """
     name = os.fspath(path)
     try:
@@ -36,7 +41,7 @@ def open_folder(path: str | os.PathLike[str]) -> int:
         if error.errno in NO_FOLDER:
             raise InvalidArgumentError(no_folder(name)) from error
         raise
-    fault = fault_of_own(name, os.fstat(fd))
+    fault = fault_of(name, os.fstat(fd))
     if fault:
         os.close(fd)
         raise InvalidArgumentError(fault)

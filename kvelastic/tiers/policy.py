@@ -1,4 +1,4 @@
-"""Policy: when blocks are cleaned, how long shrinking waits, and which tiers are queried.
+"""Policy: when blocks are cleaned, and how long shrinking waits.
 
 Pure functions of their arguments. They read no clock and never wait.
 """
@@ -6,14 +6,9 @@ Pure functions of their arguments. They read no clock and never wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-WEIGHT = 0.2
-"""Weight of the newest measurement in a moving average."""
-PROBE_AFTER_S = 30.0
-"""Time after which a tier that was too slow is queried again, since the load may have dropped."""
 AGED_BLOCKS = 64
 """How many of the oldest dirty blocks one tick cleans before the pool evicts them as idle."""
 BATCHES_A_DEADLINE = 4
@@ -39,26 +34,17 @@ class Copies(Enum):
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """How long shrinking waits for copies. Then the remaining dirty blocks are dropped."""
-
-    reclaim_s: float = 0.02
-    limit_s: float = 2.0
-    sleep_s: float = 30.0
-
-    def of(self, reason: str) -> float:
-        """Return the deadline for the pool's reason. An unknown reason gets `reclaim_s`."""
-        by_reason: Mapping[str, float] = {"limit": self.limit_s, "sleep": self.sleep_s}
-        return by_reason.get(reason, self.reclaim_s)
-
-
-@dataclass(frozen=True)
 class Rules:
     """The settings for cleaning blocks."""
 
     policy: WritePolicy = WritePolicy.WRITE_BACK
     copies: Copies = Copies.ALL
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    reclaim_s: float = 0.02
+    """How long a pool that shrinks for others waits for copies. Then it drops dirty blocks."""
+    limit_s: float = 2.0
+    """The same for a pool whose limit was lowered."""
+    sleep_s: float = 30.0
+    """The same for a pool that is put to sleep."""
     watermark: float = 0.1
     """Fraction (0 to 1) of the pool's blocks to keep free or clean."""
     idle_after_s: float = 5.0
@@ -69,6 +55,10 @@ class Rules:
     """Write budget for cleaning ahead of need; None: no limit."""
     tick_s: float = 0.1
     """Interval at which the demoter checks whether to clean ahead of need."""
+
+    def deadline_s(self, reason: str) -> float:
+        """Return how long shrinking waits for copies. An unknown reason gets `reclaim_s`."""
+        return {"limit": self.limit_s, "sleep": self.sleep_s}.get(reason, self.reclaim_s)
 
 
 @dataclass(frozen=True)
@@ -101,31 +91,22 @@ class Occupancy:
         return self.used + self.available
 
 
-def blocks_to_clean(
-    policy: WritePolicy,
-    occupancy: Occupancy,
-    *,
-    watermark: float,
-    idle_s: float,
-    idle_after_s: float,
-    cache_idle_s: float,
-    affordable: int,
-) -> int:
+def blocks_to_clean(rules: Rules, occupancy: Occupancy, *, idle_s: float, affordable: int) -> int:
     """Return how many of the oldest dirty blocks to clean ahead of need.
 
-    `watermark` is a fraction, 0 to 1. It is the part of the blocks to keep free or clean, and the
-    part of `max_cached` to keep free of dirty blocks. `idle_s` is how long the pool has been idle.
-    `affordable` is how many blocks the write budget allows.
+    The watermark is the part of the blocks to keep free or clean, and the part of `max_cached` to
+    keep free of dirty blocks. `idle_s` is how long the pool has been idle. `affordable` is how many
+    blocks the write budget allows.
     """
-    if policy is WritePolicy.WRITE_THROUGH or idle_s >= idle_after_s:
+    if rules.policy is WritePolicy.WRITE_THROUGH or idle_s >= rules.idle_after_s:
         wanted = occupancy.dirty
     else:
         # Round up: otherwise a small pool would never clean ahead.
-        wanted = math.ceil(watermark * occupancy.total) - occupancy.spare
+        wanted = math.ceil(rules.watermark * occupancy.total) - occupancy.spare
         if occupancy.max_cached is not None:
             headroom = occupancy.max_cached - occupancy.dirty
-            wanted = max(wanted, math.ceil(watermark * occupancy.max_cached) - headroom)
-        if occupancy.oldest_copyable_s >= cache_idle_s / 2:
+            wanted = max(wanted, math.ceil(rules.watermark * occupancy.max_cached) - headroom)
+        if occupancy.oldest_copyable_s >= rules.cache_idle_s / 2:
             wanted = max(wanted, AGED_BLOCKS)
     return max(0, min(wanted, occupancy.dirty, affordable))
 
@@ -135,22 +116,6 @@ def refilled(
 ) -> float:
     """Return the bytes in a write budget after `elapsed_s`, at most `burst_bytes`."""
     return min(float(burst_bytes), level_bytes + elapsed_s * rate_bytes_per_s)
-
-
-def averaged(before: float | None, new: float, weight: float = WEIGHT) -> float:
-    """Return the moving average after a new measurement. `before` None: return `new`."""
-    return new if before is None else before + weight * (new - before)
-
-
-def is_worth_asking(load_s: float | None, compute_s: float | None, *, unasked_s: float) -> bool:
-    """Return whether loading a block (`load_s`) is faster than computing it (`compute_s`).
-
-    Also True if either is None (not measured yet), so that it will be measured, and if the tier
-    has not been queried for `PROBE_AFTER_S`.
-    """
-    if load_s is None or compute_s is None or load_s < compute_s:
-        return True
-    return unasked_s >= PROBE_AFTER_S
 
 
 def batch_blocks(

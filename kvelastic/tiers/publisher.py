@@ -15,7 +15,8 @@ import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from kvelastic.errors import KvelasticError
 from kvelastic.shared.segment_listing import tier_status_name
@@ -33,7 +34,6 @@ from kvelastic.tier_list import MOST_TIERS
 from kvelastic.tiers.base import Capacity, Store, StoreStatistics
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.operator_requests import carry_out, labels_of
-from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic")
@@ -184,8 +184,7 @@ class Publisher:
             tier = late.request.tier
             if not tier or not request.tier or tier == request.tier:
                 return f"an earlier request to {tier or 'all tiers'} has not ended"
-        tiers = zip(self._labels, self._tiers.statistics_with({}, {}).tiers, strict=True)
-        if any(label == request.tier and one.is_stuck for label, one in tiers):
+        if request.tier in [self._labels[tier] for tier in self._tiers.stuck_tiers]:
             return f"{request.tier} is stalled; ask again when it answers"
         return ""
 
@@ -194,31 +193,36 @@ class Publisher:
         with self._publishing:
             for store in self._stores:
                 store.ask(store_s)
-            self._file.publish(self._status(self._tiers.statistics_with({}, {})))
+            self._file.publish(self._status())
 
-    def _status(self, all_of: TiersStatistics) -> TiersStatus:
+    def _status(self) -> TiersStatus:
+        tiers = self._tiers
+        stuck = tiers.stuck_tiers
         return TiersStatus(
             published_realtime_ns=time.time_ns(),
             answered_revision=self._file.answered_revision,
-            policy=self._tiers.rules.policy.value,
-            blocks=all_of.blocks,
+            policy=tiers.rules.policy.value,
+            blocks=tiers.block_counts(),
             tiers=tuple(
-                asked.status(label, one)
-                for asked, label, one in zip(self._stores, self._labels, all_of.tiers, strict=False)
+                TierStatus(
+                    tier=self._labels[tier],
+                    load_us=None if (load_s := tiers.load_s(tier)) is None else round(load_s * 1e6),
+                    waiting_bytes=tiers.waiting_bytes(tier),
+                    is_stuck=tier in stuck,
+                    **store.reported(),
+                )
+                for tier, store in enumerate(self._stores)
             ),
         )
 
 
 class _Asked:
-    """A store and its most recent statistics."""
+    """A store and what it reported last."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._worker = Workers("kvelastic-statistics")
-        self._capacity = Capacity(0, None, 0)
-        self._counts = StoreStatistics()
-        self._budget: tuple[int, int] | None = None
-        self._problem = ""
+        self._reported: _Report = (Capacity(0, None, 0), StoreStatistics(), None, "")
         self._answered_s = -math.inf
 
     def ask(self, timeout_s: float) -> None:
@@ -226,41 +230,34 @@ class _Asked:
 
         Skips the store while an earlier query hangs.
         """
-        store = self._store
         try:
-            # `capacity` comes first, because it makes the store check its medium.
-            self._capacity, self._counts, self._budget, self._problem = self._worker.run(
-                lambda: (
-                    store.capacity(),
-                    store.statistics(),
-                    store.write_budget(),
-                    store.problem(),
-                ),
-                timeout_s,
-            )
+            self._reported = self._worker.run(partial(_report_of, self._store), timeout_s)
             self._answered_s = time.monotonic()
         except Exception:
-            _log.debug("tier %s does not say what it holds", store.name, exc_info=True)
+            _log.debug("tier %s does not say what it holds", self._store.name, exc_info=True)
 
-    def status(self, label: str, measured: TierStatistics) -> TierStatus:
-        """Return the statistics in the form of the status file."""
-        budget_bytes, left_bytes = self._budget or (None, None)
-        return TierStatus(
-            tier=label,
-            kind=self._store.name,
-            used_bytes=self._capacity.used_bytes,
-            limit_bytes=self._capacity.limit_bytes,
-            records=self._capacity.records,
-            **asdict(self._counts),
-            load_us=None if measured.load_s is None else round(measured.load_s * 1e6),
-            write_budget_bytes=budget_bytes,
-            write_left_bytes=left_bytes,
-            waiting_bytes=measured.waiting_bytes,
-            is_stuck=measured.is_stuck,
-            is_current=time.monotonic() - self._answered_s < SILENT_S,
-            problem=cut_text(self._problem, MOST_PROBLEM_BYTES),
-        )
+    def reported(self) -> dict[str, Any]:
+        """Return the fields of the status file that come from the store."""
+        capacity, counts, budget, problem = self._reported
+        budget_bytes, left_bytes = budget or (None, None)
+        return {
+            "kind": self._store.name,
+            **asdict(capacity),
+            **asdict(counts),
+            "write_budget_bytes": budget_bytes,
+            "write_left_bytes": left_bytes,
+            "is_current": time.monotonic() - self._answered_s < SILENT_S,
+            "problem": cut_text(problem, MOST_PROBLEM_BYTES),
+        }
 
     def close(self, timeout_s: float) -> None:
         """Stop the query thread. Waits at most `timeout_s`."""
         self._worker.close(timeout_s)
+
+
+_Report = tuple[Capacity, StoreStatistics, "tuple[int, int] | None", str]
+
+
+def _report_of(store: Store) -> _Report:
+    # `capacity` comes first, because it makes the store check its medium.
+    return store.capacity(), store.statistics(), store.write_budget(), store.problem()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.executor import Executor
-from kvelastic.tiers.plan import farther_graph
+from kvelastic.tiers.graph import farther_graph
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 
 _log = logging.getLogger("kvelastic")

@@ -190,7 +190,8 @@ def test_radix_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
     assert tree.is_empty()
     place = tree.insert(sequence)
     assert place is not None
-    assert list(place.is_new) == [True] * 5
+    assert all(slot >= 0 for slot in place.slots)
+    assert (len(place.slots), place.first_new) == (5, 0)
     match = tree.match_prefix(sequence)
     assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (0, 5)
     assert store.put(sequence.keys[:48], records(3), chain_after=bytes(16)) == [True] * 3

@@ -11,7 +11,7 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
 from kvelastic.tiers.load import Load, Loads, is_too_slow
-from kvelastic.tiers.plan import Segment
+from kvelastic.tiers.lookup import Segment
 
 if TYPE_CHECKING:
     from kvelastic.tiers.manager import Tiers

@@ -338,7 +338,7 @@ class Engine:
         self.check_all()
         assert self.tiers.drain(SOON_S)
         self.tiers.check_integrity()
-        statistics = self.tiers.statistics()
+        capacities = {store.name: store.capacity() for store in self.tiers.stores}
         self._reset()
         stats = self.blocks.stats()
         assert stats["blocks_used"] <= 1, f"blocks are left in use: {stats}"  # the null block
@@ -347,9 +347,8 @@ class Engine:
         assert stats["blocks_dropped"] == self.counts["dropped"], (stats, self.counts)
         self.blocks.check_integrity()
         return {
-            one.name: {"used_bytes": one.capacity.used_bytes, "records": one.capacity.records}
-            for one in statistics.tiers
-            if one.capacity is not None
+            name: {"used_bytes": capacity.used_bytes, "records": capacity.records}
+            for name, capacity in capacities.items()
         }
 
 

@@ -77,9 +77,8 @@ def main() -> None:
         engine.end()
     assert engine.tiers.clean_all(DEADLINE_S) == 0
     assert engine.tiers.drain(DEADLINE_S)
-    (tier,) = engine.tiers.statistics().tiers
-    assert tier.capacity is not None
-    print(json.dumps({"records": tier.capacity.records}), flush=True)
+    (store,) = engine.tiers.stores
+    print(json.dumps({"records": store.capacity().records}), flush=True)
     sys.stdin.read()
     while engine.requests:
         engine.end()

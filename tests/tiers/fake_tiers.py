@@ -244,18 +244,6 @@ class FakePool(FakeCopies):
             }
 
 
-class FakeHold(Hold):
-    def __init__(self, store: FakeStore, keys: list[bytes]) -> None:
-        self.count = len(keys)
-        self._store = store
-        self._keys: list[bytes] | None = keys
-
-    def release(self) -> None:
-        keys, self._keys = self._keys, None
-        for key in keys or ():
-            self._store.held_keys.remove(key)
-
-
 class FakeStore(Store):
     """Records in a dict; fails, refuses or hangs as told."""
 
@@ -309,7 +297,12 @@ class FakeStore(Store):
                 break
             leading.append(key)
         self.held_keys += leading
-        return FakeHold(self, leading)
+
+        def end() -> None:
+            for key in leading:
+                self.held_keys.remove(key)
+
+        return Hold(len(leading), end)
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

@@ -150,7 +150,8 @@ _files: list[FailingFiles] = []
 
 def open_disk(folder: Path) -> Store:
     _files[:] = [FailingFiles()]
-    return DiskStore([folder / "kv"], RECORD_BYTES, DISK_BYTES, WORLD, io=_files[0], clock=Clock())
+    files: Any = _files[0]
+    return DiskStore([folder / "kv"], RECORD_BYTES, DISK_BYTES, WORLD, io=files, clock=Clock())
 
 
 @contextmanager

@@ -220,9 +220,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def bytes_written_to_the_disk(engine: embedded_engine.Engine) -> int:
-    statistics = engine.tiers.statistics().tiers[0].store
-    assert statistics is not None
-    return statistics.bytes_written
+    return engine.tiers.stores[0].statistics().bytes_written
 
 
 def test_busy_write_back_above_the_watermark_writes_nothing(tmp_path, group) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_records import MODEL, disk_bytes, key, keys, open_store, put, record, whole
@@ -55,9 +56,9 @@ def open_folder(folder: Path, namespace: Namespace = MODEL) -> FolderStore:
 def test_clear_erases_all_generations(tmp_path: Path, open_it: Callable[..., Store]) -> None:
     """A prefix cache that is reset twice leaves records of three generations."""
     store = open_it(tmp_path)
-    tiers = Tiers(
-        FakePool(), FakeStaging(4, RECORD), MODEL, [store], Rules(idle_after_s=1e9, watermark=0.0)
-    )
+    pool: Any = FakePool()
+    staging: Any = FakeStaging(4, RECORD)
+    tiers = Tiers(pool, staging, MODEL, [store], Rules(idle_after_s=1e9, watermark=0.0))
     try:
         put(store, range(3))
         tiers.forget()
@@ -72,7 +73,7 @@ def test_clear_erases_all_generations(tmp_path: Path, open_it: Callable[..., Sto
         assert (answer.state, answer.counts) == ("done", (9,))
         assert lying(tmp_path, range(40)) == [30, 31, 32]
         assert carry_out(2, TierRequest("clear"), tiers).counts == (0,)
-        assert tiers.erase() == {store.name: 0}
+        assert tiers.erase() == {0: 0}
     finally:
         assert tiers.close(DEADLINE_S) == []
     after = open_it(tmp_path)
@@ -212,9 +213,9 @@ def test_failed_wipe_is_reported_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_disk(tmp_path)
-    tiers = Tiers(
-        FakePool(), FakeStaging(4, RECORD), MODEL, [store], Rules(idle_after_s=1e9, watermark=0.0)
-    )
+    pool: Any = FakePool()
+    staging: Any = FakeStaging(4, RECORD)
+    tiers = Tiers(pool, staging, MODEL, [store], Rules(idle_after_s=1e9, watermark=0.0))
     try:
         put(store, range(4))
         medium = _FailingWipe(monkeypatch)

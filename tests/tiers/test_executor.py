@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from fake_tiers import FakeCopies, FakeStaging, FakeStore, key_of, keys_of, record_of
@@ -12,8 +13,8 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.executor import Executor
-from kvelastic.tiers.graph import Graph, Kind, Operation
-from kvelastic.tiers.plan import Segment, demote_graph, load_graph
+from kvelastic.tiers.graph import Graph, Kind, Operation, demote_graph, load_graph
+from kvelastic.tiers.lookup import Segment
 from kvelastic.tiers.policy import Copies
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 
@@ -46,8 +47,10 @@ class World:
     """Two stores, blocks, and an executor over them."""
 
     def __init__(self, slots: int = SLOTS) -> None:
-        self.staging = FakeStaging(slots)
-        self.copies = FakeCopies()
+        staging: Any = FakeStaging(slots)
+        copies: Any = FakeCopies()
+        self.staging = staging
+        self.copies = copies
         self.near = FakeStore("near", self.staging)
         self.far = FakeStore("far", self.staging)
         self.clock = Clock()

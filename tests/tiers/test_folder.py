@@ -170,7 +170,8 @@ def test_sweep_keeps_the_limit_by_removing_the_oldest(path: Path) -> None:
 def test_old_objects_and_partial_files_are_swept(path: Path) -> None:
     wall, clock = Clock(), Clock()
     wall.now_s = 1_000_000_000.0
-    store = opened(path, max_age_s=1000, clock=clock, wall_clock=wall)
+    size = RECORD + 128
+    store = opened(path, limit_bytes=4 * size, clock=clock, wall_clock=wall)
     put(store, range(4))
     for number in range(2):
         os.utime(file_of(path, number), (wall.now_s - 2000, wall.now_s - 2000))

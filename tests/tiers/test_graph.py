@@ -17,11 +17,10 @@ def get(*after: int, items: tuple[int, ...] = (0,)) -> Operation:
 @pytest.mark.parametrize(
     ("operations", "words"),
     [
-        ([get(0)], "cycle"),
-        ([get(1), get(0)], "cycle"),
-        ([get(), get(2), get(3), get(1)], r"\[1, 2, 3\]"),
-        ([get(7)], "not there"),
-        ([get(-1)], "not there"),
+        ([get(0)], "earlier"),
+        ([get(1), get(0)], "earlier"),
+        ([get(7)], "earlier"),
+        ([get(-1)], "earlier"),
         ([get(items=(0, 0))], "twice"),
         ([get(items=(-1,))], "beyond"),
         ([Operation(Kind.COPY_IN, (0,), tier=0)], "tier"),
@@ -30,7 +29,7 @@ def get(*after: int, items: tuple[int, ...] = (0,)) -> Operation:
 )
 def test_invalid_graph_is_rejected(operations, words) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
-        Graph(operations)
+        Graph(operations, items=1)
 
 
 def test_item_outside_the_transfer_is_rejected() -> None:
@@ -39,13 +38,13 @@ def test_item_outside_the_transfer_is_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_topological_order_takes_linear_time() -> None:
-    # A chain the wrong way round, and a fan: quadratic work would take half an hour.
+def test_validation_takes_linear_time() -> None:
+    # A chain and a fan: quadratic work would take half an hour.
     count = 100_000
-    chain = [get(at + 1) for at in range(count - 1)] + [get()]
-    assert Graph(chain).order[0] == count - 1
+    chain = [get(), *map(get, range(count - 1))]
+    assert Graph(chain, items=1).successors[count - 2] == [count - 1]
     fan = [get()] + [get(0) for _ in range(count)]
-    assert len(Graph(fan).order) == count + 1
+    assert len(Graph(fan, items=1).successors[0]) == count
 
 
 @st.composite
@@ -63,7 +62,7 @@ def graphs(draw: st.DrawFn) -> Graph:
                 is_awaited=draw(st.booleans()),
             )
         )
-    return Graph(operations)
+    return Graph(operations, items=6)
 
 
 @pytest.mark.slow
@@ -99,7 +98,7 @@ def test_random_completion_order_respects_dependencies(graph, dice) -> None:
 
 @pytest.mark.parametrize("end", sorted(ENDS, key=str))
 def test_final_state_cannot_change(end) -> None:
-    states = States(Graph([get(), get(0)]))
+    states = States(Graph([get(), get(0)], items=1))
     with pytest.raises(IntegrityError):
         states.start(1)
     with pytest.raises(IntegrityError):

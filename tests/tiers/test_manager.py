@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from fake_tiers import FakePool, FakeStaging, FakeStore, key_of, keys_of, record_of
@@ -19,8 +20,10 @@ from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 
 class World:
     def __init__(self, rules: Rules | None = None, slots: int = 16) -> None:
-        self.staging = FakeStaging(slots)
-        self.pool = FakePool()
+        staging: Any = FakeStaging(slots)
+        pool: Any = FakePool()
+        self.staging = staging
+        self.pool = pool
         self.near = FakeStore("host", self.staging)
         self.far = FakeStore("disk", self.staging)
         self.now_s = 0.0
@@ -36,8 +39,8 @@ class World:
 
     @property
     def pending_objects(self) -> list[int]:
-        tiers = self.tiers.statistics_with({}, {}).tiers
-        return [one.waiting_bytes // self.staging.record_bytes for one in tiers]
+        waiting = map(self.tiers.waiting_bytes, (0, 1))
+        return [size_bytes // self.staging.record_bytes for size_bytes in waiting]
 
     def fill(self, near: Sequence[int], far: Sequence[int]) -> None:
         for store, numbers in ((self.near, near), (self.far, far)):
@@ -64,12 +67,13 @@ def test_leading_keys_are_matched_and_held(world) -> None:
     match.release()
     match.release()
     assert match._is_released
-    counts = world.tiers.statistics().blocks
+    counts = world.tiers.block_counts()
     assert (counts.matched, counts.unmatched) == (8, 1)
 
 
 def test_store_that_only_reads_gets_no_blocks() -> None:
-    pool, staging = FakePool(), FakeStaging(16)
+    pool: Any = FakePool()
+    staging: Any = FakeStaging(16)
     peer = FakeStore("peer", staging)
     peer.takes_records = False
     peer.records.update({key_of(n): record_of(n) for n in range(3)})
@@ -132,7 +136,7 @@ def test_failed_read_is_a_miss(world) -> None:
     assert load.leading == 2
     assert world.tiers.drain(DEADLINE_S)
     assert world.pool.clean_ids == {50, 51}
-    counts = world.tiers.statistics().blocks
+    counts = world.tiers.block_counts()
     assert (counts.loaded, counts.missed) == (2, 2)
 
 
@@ -172,7 +176,7 @@ def test_shrinking_pool_gets_its_blocks_cleaned(world, reason) -> None:
     assert world.tiers.drain(DEADLINE_S)
     for store in (world.near, world.far):
         assert store.records == {key_of(n): record_of(n) for n in range(40)}
-    assert world.tiers.statistics().blocks.served == 40
+    assert world.tiers.block_counts().served == 40
 
 
 def test_block_used_during_writeback_is_not_stored(world) -> None:
@@ -196,7 +200,7 @@ def test_full_tiers_end_the_writeback_wait(world) -> None:
     assert not world.pool.shrink("sleep")
     # Two lie near; what lay there before it was copied far as well, or what came after it.
     assert {0, 1} <= world.pool.clean_ids <= {0, 1, 2, 3}
-    assert world.tiers.statistics().blocks.refused > 0
+    assert world.tiers.block_counts().refused > 0
 
 
 def test_blocks_are_cleaned_in_prompt_order(world) -> None:
@@ -225,13 +229,13 @@ def test_write_through_cleans_without_a_reclaim_request() -> None:
             cleaned.set()
         return count
 
-    world.pool.end_writeback = seen  # type: ignore[method-assign]
+    world.pool.end_writeback = seen
     world.pool.put_dirty(range(30))
     assert cleaned.wait(DEADLINE_S)
     assert world.tiers.close(DEADLINE_S) == []
     assert len(world.near.records) == 30
     assert not world.far.records
-    assert world.tiers.statistics().blocks.ahead == 30
+    assert world.tiers.block_counts().ahead == 30
 
 
 def test_forget_ends_the_generation_permanently(world) -> None:
@@ -246,7 +250,7 @@ def test_forget_ends_the_generation_permanently(world) -> None:
     assert not world.near.records, "the process's own memory is given back"
     assert world.far.records, "what others may share is theirs"
     assert not world.pool.clean_ids
-    assert world.tiers.erase(Selection()) == {"host": 0, "disk": 1}
+    assert world.tiers.erase(Selection()) == {0: 0, 1: 1}
 
 
 def test_load_started_before_erase_leaves_nothing_clean(world) -> None:
@@ -314,8 +318,8 @@ def test_closed_tiers_end_the_writeback_wait() -> None:
         stop()
         stopped.set()
 
-    world.pool.end_writeback = close_meanwhile  # type: ignore[method-assign]
-    world.pool.stop_demotions = stopping  # type: ignore[method-assign]
+    world.pool.end_writeback = close_meanwhile
+    world.pool.stop_demotions = stopping
     closing = threading.Thread(target=world.tiers.close)
     world.pool.put_dirty(range(4))
     assert stopped.wait(DEADLINE_S)
@@ -391,8 +395,8 @@ def test_object_size_mismatch_is_rejected() -> None:
     staging = FakeStaging(4)
     with pytest.raises(InvalidArgumentError, match="records of 64"):
         Tiers(
-            FakePool(),
-            FakeStaging(4, record_bytes=128),
+            FakePool(),  # type: ignore[arg-type]
+            FakeStaging(4, record_bytes=128),  # type: ignore[arg-type]
             Namespace("m"),
             [FakeStore("host", staging)],
         )

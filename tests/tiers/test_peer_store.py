@@ -78,9 +78,10 @@ class Owner:
         self.blocks = Blocks()
         self.clock = Clock()
         self.identity = b""
-        self.held = HeldRequests(self.blocks, hold_s=60, block_bytes=RECORD_BYTES, clock=self.clock)
+        blocks: Any = self.blocks
+        self.held = HeldRequests(blocks, hold_s=60, block_bytes=RECORD_BYTES, clock=self.clock)
         staging = self.staging = _vmm.Staging(slots, record_bytes)
-        self.serving = Serving(self.held, self.blocks, staging, lambda: self.identity, split)
+        self.serving = Serving(self.held, blocks, staging, lambda: self.identity, split)
         self.node = Node(
             1,
             answer=self.serving.answer,
@@ -248,7 +249,7 @@ def test_stale_ticket_gets_no_other_bytes(both: Both) -> None:
 
 
 def test_hold_expires_by_itself_while_idle(tmp_path: Path) -> None:
-    blocks = Blocks()
+    blocks: Any = Blocks()
     held = HeldRequests(blocks, hold_s=0.02, block_bytes=1)
     held.hold("req", [1], key_of(1))
     wait_until(lambda: held.expired == 1)

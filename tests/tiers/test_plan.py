@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.graph import FILLS_STAGING, Kind
-from kvelastic.tiers.plan import Segment, demote_graph, farther_graph, load_graph, nearest
+from kvelastic.tiers.graph import FILLS_STAGING, Kind, demote_graph, farther_graph, load_graph
+from kvelastic.tiers.lookup import Segment, nearest
 from kvelastic.tiers.policy import Copies
 
 Y, N = True, False

@@ -8,17 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.tiers.costs import Costs
+from kvelastic.tiers.costs import PROBE_AFTER_S, Costs, averaged
 from kvelastic.tiers.policy import (
     AGED_BLOCKS,
-    PROBE_AFTER_S,
-    Deadlines,
     Occupancy,
+    Rules,
     WritePolicy,
-    averaged,
     batch_blocks,
     blocks_to_clean,
-    is_worth_asking,
     refilled,
 )
 
@@ -28,15 +25,8 @@ BACK, THROUGH = WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH
 def to_clean(
     policy, occupancy, idle_s=0.0, watermark=0.1, affordable=1000, cache_idle_s=math.inf
 ) -> int:
-    return blocks_to_clean(
-        policy,
-        occupancy,
-        watermark=watermark,
-        idle_s=idle_s,
-        idle_after_s=5.0,
-        cache_idle_s=cache_idle_s,
-        affordable=affordable,
-    )
+    rules = Rules(policy, watermark=watermark, idle_after_s=5.0, cache_idle_s=cache_idle_s)
+    return blocks_to_clean(rules, occupancy, idle_s=idle_s, affordable=affordable)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +104,8 @@ def test_clean_count_is_bounded_by_dirty_and_budget(
 
 
 def test_deadline_depends_on_the_reason() -> None:
-    deadlines = Deadlines(1, 2, 3)
-    assert [deadlines.of(r) for r in ("reclaim", "limit", "sleep", "new")] == [1, 2, 3, 1]
+    rules = Rules(reclaim_s=1, limit_s=2, sleep_s=3)
+    assert [rules.deadline_s(r) for r in ("reclaim", "limit", "sleep", "new")] == [1, 2, 3, 1]
 
 
 def test_budget_refills_at_its_rate_up_to_burst() -> None:
@@ -126,7 +116,7 @@ def test_budget_refills_at_its_rate_up_to_burst() -> None:
 
 def test_average_is_weighted() -> None:
     assert averaged(None, 4.0) == 4.0
-    assert averaged(4.0, 8.0, weight=0.25) == 5.0
+    assert averaged(4.0, 8.0) == 4.8
 
 
 @pytest.mark.parametrize(
@@ -140,7 +130,14 @@ def test_average_is_weighted() -> None:
     ],
 )
 def test_tier_slower_than_computing_is_not_used(load_s, compute_s, unasked_s, expected) -> None:
-    assert is_worth_asking(load_s, compute_s, unasked_s=unasked_s) is expected
+    now = [0.0]
+    costs = Costs(1, clock=lambda: now[0])
+    if load_s is not None:
+        costs.loaded(0, 1, load_s)
+    if compute_s is not None:
+        costs.computed(1, compute_s)
+    now[0] = unasked_s
+    assert costs.worth_asking(0) is expected
 
 
 def test_slow_tier_is_probed_again_later() -> None:

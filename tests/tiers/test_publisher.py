@@ -18,7 +18,6 @@ from kvelastic.tiers.base import Capacity, StoreStatistics
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.publisher import Publisher, show
-from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 
 
 class Store:
@@ -64,9 +63,16 @@ class Tiers:
     def check_integrity(self) -> None:
         pass
 
-    def statistics_with(self, *_: Any) -> TiersStatistics:
-        tiers = tuple(TierStatistics(one.name, None, None, 0.002, False) for one in self.stores)
-        return TiersStatistics(tiers, BlockCounts(*range(11)))
+    stuck_tiers = ()
+
+    def load_s(self, tier: int) -> float | None:
+        return 0.002
+
+    def waiting_bytes(self, tier: int) -> int:
+        return 0
+
+    def block_counts(self) -> BlockCounts:
+        return BlockCounts(*range(11))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvelastic.config import load
 from kvelastic.errors import ConfigError, InvalidArgumentError
 from kvelastic.tier_list import TierSpec, parse_tiers
-from kvelastic.tiers.opening import TierSettings
-from kvelastic.tiers.policy import Copies, Deadlines, WritePolicy
+from kvelastic.tiers.opening import rules_of, staging_slots
+from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 
 GIB = 1 << 30
 
@@ -91,34 +91,32 @@ def test_invalid_value_names_its_variable(name, value) -> None:
 
 
 def test_settings_follow_the_variables() -> None:
-    settings = TierSettings.of(
-        load(
-            {
-                "KVELASTIC_TIERS": "host:1G",
-                "KVELASTIC_TIER_POLICY": "WRITE_THROUGH",
-                "KVELASTIC_TIER_COPIES": "first",
-                "KVELASTIC_TIER_STAGING": "1M",
-                "KVELASTIC_TIER_WATERMARK": "25%",
-                "KVELASTIC_TIER_IDLE_SECONDS": "-1",
-                "KVELASTIC_TIER_RECLAIM_SECONDS": "0.01",
-                "KVELASTIC_TIER_LIMIT_SECONDS": "3",
-                "KVELASTIC_TIER_SLEEP_SECONDS": "7",
-                "KVELASTIC_TIER_WRITE_RATE": "100M",
-                "KVELASTIC_TIER_DAILY_WRITE": "1T",
-            }
-        )
+    settings = load(
+        {
+            "KVELASTIC_TIERS": "host:1G",
+            "KVELASTIC_TIER_POLICY": "WRITE_THROUGH",
+            "KVELASTIC_TIER_COPIES": "first",
+            "KVELASTIC_TIER_STAGING": "1M",
+            "KVELASTIC_TIER_WATERMARK": "25%",
+            "KVELASTIC_TIER_IDLE_SECONDS": "-1",
+            "KVELASTIC_TIER_RECLAIM_SECONDS": "0.01",
+            "KVELASTIC_TIER_LIMIT_SECONDS": "3",
+            "KVELASTIC_TIER_SLEEP_SECONDS": "7",
+            "KVELASTIC_TIER_WRITE_RATE": "100M",
+            "KVELASTIC_TIER_DAILY_WRITE": "1T",
+        }
     )
-    rules = settings.rules
+    rules = rules_of(settings)
     assert rules.policy is WritePolicy.WRITE_THROUGH
     assert rules.copies is Copies.FIRST
-    assert rules.deadlines == Deadlines(0.01, 3, 7)
+    assert (rules.reclaim_s, rules.limit_s, rules.sleep_s) == (0.01, 3, 7)
     assert rules.watermark == 0.25
     assert rules.idle_after_s == math.inf
     assert rules.write_bytes_per_s == 100 << 20
-    assert settings.daily_write_bytes == 1 << 40
-    assert settings.staging_slots(1 << 18) == 4
-    assert settings.staging_slots(1 << 10) == 1024
+    assert settings.tier_daily_write == 1 << 40
+    assert staging_slots(settings, 1 << 18) == 4
+    assert staging_slots(settings, 1 << 10) == 1024
 
 
 def test_variable_defaults_match_the_code() -> None:
-    assert TierSettings.of(load({})) == TierSettings()
+    assert rules_of(load({})) == Rules()

@@ -567,7 +567,7 @@ class FakeTiers:
         self.answers = {0: 1, 1: 2, 2: 3}
         self.problem: Exception | None = None
 
-    def erase_by_place(self, selection: Selection) -> dict[int, int]:
+    def erase(self, selection: Selection) -> dict[int, int]:
         self.did.append((selection,))
         return self.answers
 

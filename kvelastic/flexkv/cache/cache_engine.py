@@ -30,8 +30,7 @@ from kvelastic.flexkv.common.request import Mask
 from kvelastic.flexkv.common.transfer import BlockIds, DeviceType, TransferOpGraph
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, Reservation, Selection
-from kvelastic.tiers.lookup import Lookup
-from kvelastic.tiers.plan import Segment
+from kvelastic.tiers.lookup import Lookup, Segment
 from kvelastic.tiers.workers import Workers
 
 ERASE_S: Final = 60.0

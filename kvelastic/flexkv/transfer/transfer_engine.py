@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.flexkv.common.transfer import (
     GRAPH_END,
@@ -28,9 +29,8 @@ from kvelastic.flexkv.common.transfer import (
 )
 from kvelastic.flexkv.transfer.scheduler import Stage, TransferScheduler
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
-from kvelastic.tiers.base import Hold, NoHold, Store
+from kvelastic.tiers.base import Hold, Store
 from kvelastic.tiers.executor import Executor
-from kvelastic.tiers.pool_side import StagingMemory
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 from kvelastic.tiers.workers import Workers
 
@@ -76,7 +76,7 @@ class TransferEngine:
         self,
         stores: Mapping[DeviceType, Store],
         gpu_worker: GPUCPUTransferWorker,
-        staging: StagingMemory,
+        staging: _vmm.Staging,
     ) -> None:
         """`stores` are ordered from the nearest tier to the farthest."""
         self._cpu = stores[DeviceType.CPU]
@@ -168,7 +168,7 @@ class TransferEngine:
             stage = flight.stages[number]
             flight.run = None
         # Keep what an earlier stage has stored until it is copied on.
-        hold = self._cpu.hold(stage.keys) if number else NoHold()
+        hold = self._cpu.hold(stage.keys) if number else Hold()
         transfer = Transfer(
             stage.graph,
             stage.keys,

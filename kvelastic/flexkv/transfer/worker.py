@@ -109,13 +109,13 @@ class GPUCPUTransferWorker:
             return [(rank, ranks[rank][0]) for rank in sorted(ranks)]
 
     def copy_out(self, ids: Sequence[int], staging: _vmm.Staging, slots: Sequence[int]) -> None:
-        """Copy engine blocks to staging slots. See `tiers.pool_side.Copies.copy_out`."""
+        """Copy engine blocks to staging slots. See `tiers.executor.BlockCopies`."""
         for client, (blocks, places) in _by_client(ids, slots):
             for rank, own in self._of(client)[: 1 if self._is_shared else None]:
                 own.copy_out(blocks, staging, places, rank * self._part_bytes)
 
     def copy_in(self, staging: _vmm.Staging, slots: Sequence[int], ids: Sequence[int]) -> None:
-        """Copy staging slots to engine blocks. See `tiers.pool_side.Copies.copy_in`."""
+        """Copy staging slots to engine blocks. See `tiers.executor.BlockCopies`."""
         for client, (blocks, places) in _by_client(ids, slots):
             for rank, own in self._of(client):
                 offset_bytes = 0 if self._is_shared else rank * self._part_bytes

@@ -13,7 +13,7 @@ from kvelastic.integration.vllm.record_split import LayerTensor, split_of
 from kvelastic.integration.vllm.tier_namespace import namespace_of
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.tiers.manager import Tiers
-from kvelastic.tiers.opening import TierSettings, open_tiers
+from kvelastic.tiers.opening import open_tiers, staging_slots
 from kvelastic.tiers.stores.peer.engine import Peers
 from kvelastic.tiers.stores.peer.split import Split
 from kvelastic.tiers.weights_fingerprint import WeightFiles
@@ -48,7 +48,7 @@ def open_for(
     if settings.role is None:
         only = open_tiers(pool, settings, namespace, weights=weights)
         return None if only is None else (only, None)
-    slots = TierSettings.of(settings).staging_slots(pool.blocks.record_bytes)
+    slots = staging_slots(settings, pool.blocks.record_bytes)
     split: Split | None = None
     try:
         split = split_of(

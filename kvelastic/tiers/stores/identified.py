@@ -26,8 +26,6 @@ from kvelastic.tiers.base import (
     NO_KEY,
     Capacity,
     Hold,
-    NoHold,
-    Promise,
     Reservation,
     Selection,
     Store,
@@ -44,9 +42,9 @@ class IdentifiedStore(Store):
     """
 
     def __init__(self, inner: Store) -> None:
+        super().__init__(inner.record_bytes)
         self.inner = inner
         self.name = inner.name
-        self.record_bytes = inner.record_bytes
         self.asks_medium = inner.asks_medium
         self.takes_records = inner.takes_records
         self._entering = threading.Lock()
@@ -89,12 +87,12 @@ class IdentifiedStore(Store):
 
     def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are stored. Holds none until `is_ready`."""
-        return self.inner.hold(self._masked(keys)) if self._mask else NoHold()
+        return self.inner.hold(self._masked(keys)) if self._mask else Hold()
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
         """Reserve slots for missing keys. Until `is_ready`, treats all keys as missing."""
         if not self._mask:
-            return Promise([False] * self._count_of(keys))
+            return Reservation([0] * self._count_of(keys))
         return self.inner.reserve(self._masked(keys), chain_after=self._parent(chain_after))
 
     def evict(self, count: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.stores.disk.file import DataFile
@@ -16,20 +15,6 @@ Answers = list[tuple[int, int]]
 """For each record: bytes moved or minus errno, and the checksum of the bytes in memory now."""
 
 Way = Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers]
-
-
-class RecordFiles(Protocol):
-    """Reads and writes records: a `_vmm.RecordIo`, or a test double that fails on demand."""
-
-    def write(
-        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
-    ) -> Answers:
-        """Write records and return a result for each. See `_vmm.RecordIo.write`."""
-
-    def read(
-        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
-    ) -> Answers:
-        """Read records and return a result for each. See `_vmm.RecordIo.read`."""
 
 
 @dataclass(frozen=True)

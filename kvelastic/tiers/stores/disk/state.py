@@ -149,7 +149,7 @@ class DiskState:
         _log.debug("disk tier: %s", error)
         with self.changed:
             self.count(errors=calls)
-            breaker.failed()
+            breaker.failed(reason_of(error))
             self._problems[what or breaker] = reason_of(error)
 
     @contextmanager

@@ -28,6 +28,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, Literal
 
 from kvelastic import _vmm
@@ -44,7 +45,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.disk.file import map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
-from kvelastic.tiers.stores.disk.record_transfers import RecordFiles, RecordTransfer, carry, keys_at
+from kvelastic.tiers.stores.disk.record_transfers import RecordTransfer, carry, keys_at
 from kvelastic.tiers.stores.disk.state import DiskState
 from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
 from kvelastic.units import format_size
@@ -54,18 +55,6 @@ _log = logging.getLogger("kvelastic")
 MAX_RECORD_BYTES: Final = 1 << 32
 DEPTH: Final = 32
 """Maximum number of records of one call that are in flight at once."""
-
-
-class _DiskHold(Hold):
-    def __init__(self, state: DiskState, ticket: int | None, count: int) -> None:
-        self.count = count
-        self._state = state
-        self._ticket = ticket
-
-    def release(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._state.release(ticket)
 
 
 class DiskStore(Store):
@@ -87,7 +76,7 @@ class DiskStore(Store):
         *,
         policy: str = "slru",
         daily_write_bytes: int | None = None,
-        io: Literal["auto", "io_uring", "threads"] | RecordFiles = "auto",
+        io: Literal["auto", "io_uring", "threads"] | _vmm.RecordIo = "auto",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -111,7 +100,7 @@ class DiskStore(Store):
             raise InvalidArgumentError("a disk store without folders; give one or more")
         self.record_bytes = record_bytes
         self._wall_clock = wall_clock
-        self._io: RecordFiles = _vmm.RecordIo(io, DEPTH) if isinstance(io, str) else io
+        self._io = _vmm.RecordIo(io, DEPTH) if isinstance(io, str) else io
         self._owner = owner_of(namespace or Namespace(model=""))
         self._state = DiskState(
             folders,
@@ -156,9 +145,9 @@ class DiskStore(Store):
         """
         self._count_of(keys)
         if self._state.closed or not self._state.reads.allows_calls:
-            return _DiskHold(self._state, None, 0)
+            return Hold()
         ticket, slots = self._state.index.hold(keys)
-        return _DiskHold(self._state, ticket, len(slots))
+        return Hold(len(slots), partial(self._state.release, ticket))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

@@ -25,27 +25,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tier_list import (
-    FOLDER_FLAGS,
-    NO_FOLDER,
-    fault_of_shared,
-    no_folder,
-    reason_of,
-)
+from kvelastic.tier_list import fault_of_shared, reason_of
 from kvelastic.tiers.base import (
     Capacity,
     Selection,
     Store,
-    StoreStatistics,
     Unerased,
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.owned_files import lock_within
+from kvelastic.tiers.owned_files import lock_within, open_folder
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
@@ -85,11 +77,10 @@ class FolderStore(Store):
         namespace: Namespace | None = None,
         *,
         limit_bytes: int | None = None,
-        max_age_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`limit_bytes` and `max_age_s` bound the records of every machine; None: no bound.
+        """`limit_bytes` bounds the records of every machine; None: no bound.
 
         Raises `InvalidArgumentError` if the path is a link or not a folder, if the folder is
         world-writable, or if a size is invalid.
@@ -97,17 +88,14 @@ class FolderStore(Store):
         if record_bytes <= 0:
             raise InvalidArgumentError(f"records of {record_bytes} bytes; give 1 or more")
         _check_limit(limit_bytes)
-        self.record_bytes = record_bytes
+        super().__init__(record_bytes)
         self._path = os.path.abspath(os.fspath(path))  # noqa: PTH100
         self._limit_bytes = limit_bytes
-        self._max_age_s = max_age_s
         self._clock = clock
         self._wall_clock = wall_clock
         self._owner = owner_of(namespace or Namespace(model=""))
         self._lock = threading.RLock()
-        self._statistics = StoreStatistics()
         self._breaker = CircuitBreaker(clock)
-        self._problem = ""
         self._closed = False
         self._records: int | None = None  # as of the last listing, plus this engine's changes
         self._other_bytes = 0
@@ -116,7 +104,7 @@ class FolderStore(Store):
         self._sweep_at_s = float("-inf")
         self._calls = Workers("kvelastic-folder", _AT_ONCE)
         with self._medium():
-            os.close(self._open_root())
+            os.close(open_folder(self._path, fault_of_shared))
 
     # --- the contract -----------------------------------------------------------------------------
 
@@ -248,15 +236,9 @@ class FolderStore(Store):
             self._limit_bytes = limit_bytes
         self._sweep(wait=True)
 
-    def statistics(self) -> StoreStatistics:
-        """Return the counts since the store was opened."""
-        with self._lock:
-            return self._statistics
-
     def problem(self) -> str:
         """Return why the file system refuses calls now, for an operator; empty if it works."""
-        with self._lock:
-            return self._problem
+        return self._breaker.problem
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` if the key in a file differs from its name."""
@@ -321,21 +303,18 @@ class FolderStore(Store):
 
     # --- sweeping ---------------------------------------------------------------------------------
 
-    def _is_older(self, state: os.stat_result, age_s: float) -> bool:
-        return state.st_mtime < self._wall_clock() - age_s
-
     def _sweep_if_due(self, stored: int) -> None:
         with self._lock:
             self._unswept_bytes += stored * self.record_bytes
-            if self._limit_bytes is None and self._max_age_s is None:
+            if self._limit_bytes is None:
                 return
-            much = self._limit_bytes is not None and self._unswept_bytes > self._limit_bytes // 8
+            much = self._unswept_bytes > self._limit_bytes // 8
             if not much and self._clock() < self._sweep_at_s:
                 return
         self._sweep(wait=False)
 
     def _sweep(self, *, wait: bool) -> None:
-        """Remove records above the age or the limit, unless another engine is sweeping."""
+        """Remove records above the limit, unless another engine is sweeping."""
         if not self._may_call():
             return
         with self._medium(), self._root() as root:
@@ -357,8 +336,7 @@ class FolderStore(Store):
         goal = total if limit is None or total <= limit else int(limit * _FILL)
         kept = []
         for name, state in files:
-            old = self._max_age_s is not None and self._is_older(state, self._max_age_s)
-            if (old or total > goal) and self._remove(root, name):
+            if total > goal and self._remove(root, name):
                 total -= state.st_size
                 self._count(evicted=1)
             else:
@@ -377,24 +355,10 @@ class FolderStore(Store):
     def _may_call(self) -> bool:
         return not self._closed and self._breaker.allows_calls
 
-    def _open_root(self) -> int:
-        try:
-            os.makedirs(self._path, 0o700, exist_ok=True)  # noqa: PTH103  (EEXIST for a link)
-            fd = os.open(self._path, FOLDER_FLAGS)
-        except OSError as error:
-            if error.errno in NO_FOLDER:
-                raise InvalidArgumentError(no_folder(self._path)) from error
-            raise
-        fault = fault_of_shared(self._path, os.fstat(fd))
-        if fault:
-            os.close(fd)
-            raise InvalidArgumentError(fault)
-        return fd
-
     @contextmanager
     def _root(self) -> Iterator[int]:
         try:
-            fd = self._open_root()
+            fd = open_folder(self._path, fault_of_shared)
         except InvalidArgumentError as error:  # it changed after opening: treat as a failure
             raise OSError(errno.EPERM, str(error)) from error
         try:
@@ -412,26 +376,15 @@ class FolderStore(Store):
 
     def _failed(self, error: OSError) -> None:
         _log.debug("folder tier: %s", error)
-        with self._lock:
-            self._count(errors=1)
-            self._problem = reason_of(error)
-            self._breaker.failed()
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            now = self._statistics
-            self._statistics = replace(
-                now, **{name: getattr(now, name) + count for name, count in more.items()}
-            )
+        self._count(errors=1)
+        self._breaker.failed(reason_of(error))
 
     def _at_once(self, call: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
         """Call for each item, several concurrently; return the results in order."""
-        errors = self._statistics.errors
+        errors = self._counts["errors"]
         answers = self._calls.map(call, each) if len(each) > 1 else [call(one) for one in each]
-        with self._lock:
-            if self._statistics.errors == errors:
-                self._problem = ""
-                self._breaker.worked()
+        if self._counts["errors"] == errors:
+            self._breaker.worked()
         return answers
 
 

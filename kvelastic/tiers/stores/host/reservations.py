@@ -7,11 +7,11 @@ Not thread-safe: the owner holds a lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvelastic.errors import IntegrityError
-from kvelastic.tiers.base import KEY_BYTES, Reservation
+from kvelastic.tiers.base import KEY_BYTES
 
 
 class ReservedSlot(NamedTuple):
@@ -90,28 +90,3 @@ def _with_slots(keys: bytes, slots: Sequence[int]) -> list[bytes]:
     return [
         keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, slot in enumerate(slots) if slot >= 0
     ]
-
-
-class HostReservation(Reservation):
-    """A reservation of host slots. `release` calls `give_up` with the ticket, once."""
-
-    def __init__(self, slots: Sequence[int], ticket: int, give_up: Callable[[int], None]) -> None:
-        self.slots = slots
-        self._ticket: int | None = ticket
-        self._give_up = give_up
-
-    @property
-    def is_new(self) -> Sequence[bool]:
-        """For each key, whether it must be put."""
-        return [slot >= 0 for slot in self.slots]
-
-    @property
-    def first_new(self) -> int | None:
-        """Position of the first key that must be put; None if every key is present."""
-        return next((at for at, slot in enumerate(self.slots) if slot >= 0), None)
-
-    def release(self) -> None:
-        """Release the slots that were not filled. Idempotent."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._give_up(ticket)

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvelastic import _vmm
 from kvelastic.config import Config, load
@@ -43,7 +44,7 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.blocks import HostBlocks
-from kvelastic.tiers.stores.host.reservations import HostReservation, SlotReservations
+from kvelastic.tiers.stores.host.reservations import SlotReservations
 from kvelastic.tiers.stores.host.slots import GONE
 from kvelastic.units import MAX_PRIORITY, format_size
 
@@ -92,7 +93,7 @@ class HostStore(Store):
         _refuse_negative("limit_bytes", limit_bytes)
         if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
             raise InvalidArgumentError(f"record_bytes={record_bytes!r}; it must be 1 or more")
-        self.record_bytes = record_bytes
+        super().__init__(record_bytes)
         settings = load() if settings is None else settings
         device = selection.host(settings) if on is None else on
         self._layout = PageLayout.solve(
@@ -123,7 +124,6 @@ class HostStore(Store):
         self._namespace_id: int | None = None
         self._closed = False
         self._sleeps_for_limit = False
-        self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
         self.set_limit(limit_bytes)
         if self._limit_room() == 0 < limit_bytes:
             _log.warning(
@@ -199,13 +199,13 @@ class HostStore(Store):
         self._count_of(keys)
         with self._lock:
             if self._closed:
-                return _HostHold(self, 0, None, [])
+                return Hold()
             self._blocks.follow()
             while True:
                 ticket, slots = self._index.hold(keys)
                 blocks = self._blocks.hold(slots)
                 if GONE not in blocks:
-                    return _HostHold(self, len(slots), ticket, blocks)
+                    return Hold(len(slots), partial(self._release_lease, ticket, blocks))
                 self._blocks.release(blocks)  # the pool evicted some: fewer keys lead now
                 self._end_hold(ticket)
 
@@ -245,7 +245,7 @@ class HostStore(Store):
             if NO_ROOM in slots:
                 self._index.abandon(self._reservations.give_up(ticket))
                 return None
-            return HostReservation(slots, ticket, self._give_up)
+            return Reservation(slots, partial(self._give_up, ticket))
 
     def _give_up(self, ticket: int) -> None:
         """End a reservation."""
@@ -264,14 +264,13 @@ class HostStore(Store):
         with self._lock:
             namespace_id = self._entered()
             if namespace_id is None:
-                self._counts["refused"] += count
+                self._count(refused=count)
                 return [False] * count
             self._busy += 1
         try:
             missing = count - sum(self._index.has(keys))
-            failed = self._get_memory(missing)
+            self._get_memory(missing)
             with self._lock:
-                self._counts["errors"] += failed
                 self._blocks.follow()
                 self._make_room(missing, self._pool.blocks.available_mapped())
                 slots, displaced = self._index.claim(keys, chain_after)
@@ -297,7 +296,6 @@ class HostStore(Store):
         new = [at for at, slot in enumerate(slots) if slot >= 0]
         blocks: list[int] = []
         written = False
-        failed = False
         try:
             try:
                 blocks = self._blocks.take(len(new))
@@ -308,13 +306,11 @@ class HostStore(Store):
             except InvalidArgumentError:
                 raise
             except KvelasticError:
-                failed = True
+                self._count(errors=1)
         finally:
             with self._lock:
                 kept = new[: len(blocks)] if written else []
                 lost = new[len(kept) :]
-                self._counts["errors"] += failed
-                self._counts["refused"] += len(lost) + slots.count(NO_ROOM)
                 self._index.abandon(b"".join(_key(keys, at) for at in lost))
                 if not written and blocks:
                     self._pool.blocks.free(blocks)
@@ -324,9 +320,11 @@ class HostStore(Store):
                     self._blocks.fill(slots[at], block, _key(keys, at), namespace_id, now_s)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased during the write
-                self._counts["puts"] += len(kept) - len(gone)
-                self._counts["refused"] += len(gone)
-                self._counts["bytes_written"] += len(kept) * self.record_bytes
+                self._count(
+                    puts=len(kept) - len(gone),
+                    refused=len(lost) + slots.count(NO_ROOM) + len(gone),
+                    bytes_written=len(kept) * self.record_bytes,
+                )
                 if written:
                     self._blocks.release(blocks)
 
@@ -346,7 +344,7 @@ class HostStore(Store):
         count = self._count_of(keys, into)
         with self._lock:
             if self._closed:
-                self._counts["misses"] += count
+                self._count(misses=count)
                 return [False] * count
             self._blocks.follow()
             slots = [self._index.slot_of(_key(keys, at)) for at in range(count)]
@@ -368,9 +366,7 @@ class HostStore(Store):
                 self._blocks.release(blocks)
                 if read:
                     hits = sum(found)
-                    self._counts["hits"] += hits
-                    self._counts["misses"] += count - hits
-                    self._counts["bytes_read"] += hits * self.record_bytes
+                    self._count(hits=hits, misses=count - hits, bytes_read=hits * self.record_bytes)
                 self._end_work()
         return found
 
@@ -439,8 +435,7 @@ class HostStore(Store):
                 self._pool.blocks.wake(timeout_s=WAKE_WAIT_S)
                 self._sleeps_for_limit = False
         except KvelasticError:  # from the driver, or a ledger without space
-            with self._lock:
-                self._counts["errors"] += 1
+            self._count(errors=1)
         finally:
             with self._lock:
                 self._end_work()
@@ -458,22 +453,17 @@ class HostStore(Store):
             while pool.compact():
                 pass
         except KvelasticError:
-            with self._lock:
-                self._counts["errors"] += 1
+            self._count(errors=1)
 
     def _limit_bytes(self) -> int:
         return int(self._pool.blocks.limit_state()["effective_limit_bytes"])
 
-    def _get_memory(self, count: int) -> bool:
-        """Map pages for `count` records if memory is available.
-
-        Return True if the driver failed.
-        """
+    def _get_memory(self, count: int) -> None:
+        """Map pages for `count` records if memory is available. Counts an error of the driver."""
         try:
             self._pool.blocks.ensure(count)
         except KvelasticError:
-            return True
-        return False
+            self._count(errors=1)
 
     def _make_room(self, count: int, available: int) -> None:
         """Give the index as many free slots as there are free blocks, at most `count`.
@@ -519,12 +509,12 @@ class HostStore(Store):
                 self._drop_displaced(displaced)
 
     def _drop_displaced(self, displaced: Sequence[tuple[bytes, int]]) -> None:
-        self._counts["evicted"] += len(displaced)
+        self._count(evicted=len(displaced))
         self._blocks.drop([slot for _, slot in displaced])
 
     def _forget(self, keys: bytes) -> None:
         """Remove records that the pool evicted from the index."""
-        self._counts["evicted"] += len(keys) // KEY_BYTES
+        self._count(evicted=len(keys) // KEY_BYTES)
         self._index.erase(keys)
 
     # --- life ------------------------------------------------------------------------------------
@@ -534,7 +524,7 @@ class HostStore(Store):
         with self._lock:
             if not self._closed:
                 self._blocks.follow()
-            return StoreStatistics(**self._counts)
+        return super().statistics()
 
     def check_integrity(self) -> None:
         """Compare index, slots and pool. Blocks of puts in progress are not counted."""
@@ -584,24 +574,6 @@ class HostStore(Store):
         memory = self._pool.memory
         assert isinstance(memory, _vmm.Range)
         return memory
-
-
-class _HostHold(Hold):
-    """Records whose blocks count as used until `release()`."""
-
-    def __init__(self, store: HostStore, count: int, ticket: int | None, blocks: list[int]) -> None:
-        self.count = count
-        self._store = store
-        self._ticket = ticket
-        self._blocks = blocks
-        self._lock = threading.Lock()
-
-    def release(self) -> None:
-        """End the hold. Idempotent."""
-        with self._lock:
-            ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._store._release_lease(ticket, self._blocks)
 
 
 def _key(keys: bytes, at: int) -> bytes:

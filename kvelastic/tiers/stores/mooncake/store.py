@@ -35,7 +35,6 @@ from kvelastic.tiers.base import (
     Capacity,
     Selection,
     Store,
-    StoreStatistics,
     Unerased,
     each_key,
 )
@@ -102,7 +101,7 @@ class MooncakeStore(Store):
                 raise InvalidArgumentError(f"{what}={value!r} is not accepted; least is {least}")
         if make_client is None:
             require_library()
-        self.record_bytes = record_bytes
+        super().__init__(record_bytes)
         self._stored_bytes = HEADER_BYTES + record_bytes
         self._make_client = make_client or (
             lambda: connect(address, segment_bytes, CLIENT_BUFFER_BYTES)
@@ -124,7 +123,6 @@ class MooncakeStore(Store):
         self._staging = threading.Lock()  # taken before _lock; guards the slots
         self._lock = threading.Lock()
         self._breaker = CircuitBreaker(clock)
-        self._problem = ""
         self._client: Client | None = None
         self._is_setting_up = False
         self._closed = False
@@ -133,7 +131,6 @@ class MooncakeStore(Store):
         self._entered: dict[bytes, Namespace] = {}
         self._own_records = 0
         self._unerased = Unerased()
-        self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
         self._set_up()
 
     # --- the server ------------------------------------------------------------------------------
@@ -148,7 +145,6 @@ class MooncakeStore(Store):
                 if code == 0 and not self._closed:
                     self._client = client
                     self._breaker.worked()
-                    self._problem = ""
                     return
             client.close()
             if code:
@@ -160,10 +156,8 @@ class MooncakeStore(Store):
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        with self._lock:
-            self._counts["errors"] += 1
-            self._breaker.failed()
-            self._problem = str(error) or type(error).__name__
+        self._count(errors=1)
+        self._breaker.failed(str(error) or type(error).__name__)
 
     def _ready(self) -> bool:
         """Whether the server may be called now. Creates a client if necessary."""
@@ -201,14 +195,13 @@ class MooncakeStore(Store):
     def _judge(self, codes: Sequence[int], also_fine: int) -> None:
         """Count failures; suspend calls to the server if all of `codes` failed."""
         failures = sum(code < 0 and code != also_fine for code in codes)
-        with self._lock:
-            self._counts["errors"] += failures
-            if failures == len(codes) > 0:
-                self._breaker.failed()
-                self._problem = f"Mooncake's client refuses every record: its code is {min(codes)}"
-            else:
-                self._breaker.worked()
-                self._problem = ""
+        self._count(errors=failures)
+        if failures == len(codes) > 0:
+            self._breaker.failed(
+                f"Mooncake's client refuses every record: its code is {min(codes)}"
+            )
+        else:
+            self._breaker.worked()
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -275,12 +268,10 @@ class MooncakeStore(Store):
         if codes is not None and len(codes) == len(keys):
             self._judge(codes, NO_ROOM)
             done = [code == 0 for code in codes]
+        count = sum(done)
         with self._lock:
-            count = sum(done)
-            self._counts["puts"] += count
-            self._counts["refused"] += len(keys) - count
-            self._counts["bytes_written"] += count * self.record_bytes
             self._own_records += count
+        self._count(puts=count, refused=len(keys) - count, bytes_written=count * self.record_bytes)
         return done
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
@@ -324,12 +315,13 @@ class MooncakeStore(Store):
                             torn.append(keys[at])
             if codes is not None and len(codes) == len(keys):
                 self._judge(codes, NOT_FOUND)
-        with self._lock:
-            hits = sum(found)
-            self._counts["hits"] += hits
-            self._counts["misses"] += len(keys) - hits
-            self._counts["torn"] += len(torn)
-            self._counts["bytes_read"] += hits * self.record_bytes
+        hits = sum(found)
+        self._count(
+            hits=hits,
+            misses=len(keys) - hits,
+            torn=len(torn),
+            bytes_read=hits * self.record_bytes,
+        )
         if torn:
             self._remove(torn)
         return found
@@ -400,24 +392,17 @@ class MooncakeStore(Store):
             "a Mooncake server's capacity is what its clients give; no limit can be set from here"
         )
 
-    def statistics(self) -> StoreStatistics:
-        """Return the counts since the store was opened."""
-        with self._lock:
-            return StoreStatistics(**self._counts)
-
     def problem(self) -> str:
         """Return why the server refuses calls now, for an operator; empty if it works."""
-        with self._lock:
-            return self._problem
+        return self._breaker.problem
 
     def check_integrity(self) -> None:
         """Check the counts. Records on the server are verified when they are read."""
-        with self._lock:
-            if self._own_records < 0 or self._counts["torn"] > self._counts["misses"]:
-                raise IntegrityError(
-                    f"{self._own_records} records, {self._counts['torn']} torn of"
-                    f" {self._counts['misses']} misses"
-                )
+        done = self.statistics()
+        if self._own_records < 0 or done.torn > done.misses:
+            raise IntegrityError(
+                f"{self._own_records} records, {done.torn} torn of {done.misses} misses"
+            )
 
     def close(self) -> None:
         """Close the client; the records in this process's segment are lost.

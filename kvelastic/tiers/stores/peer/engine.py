@@ -1,7 +1,7 @@
 """The peer tier of one engine: its node, what it holds for others, and what it reads from them.
 
 peers = Peers(settings, pool, staging_slots=16, identified=True)
-open_tiers(pool, settings, namespace, further=[peers.store])     # owns the store
+open_tiers(pool, settings, namespace, peer=peers.store)          # owns the store
 tiers.attach(peers)                                              # closes the rest
 """
 

@@ -19,22 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
+from kvelastic import _vmm
 from kvelastic.errors import NotRegisteredError
 from kvelastic.tiers.base import each_key
 
 TICKET_BYTES: Final = 16
-
-
-class Pinned(Protocol):
-    """The part of the native pool that holds need."""
-
-    def pin(self, ids: Sequence[int]) -> int:
-        """Keep blocks in place until `unpin`. They are not allocated again before (strict)."""
-
-    def unpin(self, ticket: int) -> bool:
-        """End a pin."""
 
 
 class HeldRequest(NamedTuple):
@@ -61,7 +52,7 @@ class HeldRequests:
 
     def __init__(
         self,
-        blocks: Pinned,
+        blocks: _vmm.Pool,
         *,
         hold_s: float,
         block_bytes: int,

@@ -18,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from kvelastic import _vmm
 from kvelastic.errors import (
     InvalidArgumentError,
     MessageError,
@@ -28,7 +29,6 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.tiers.base import KEY_BYTES
-from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.staging import StagingSlots
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.split import Split, moves
@@ -41,13 +41,6 @@ READ_S: Final = 5.0
 _BUSY_S: Final = 1.0
 """How long a question waits for slots that other readers use."""
 _CLAIM_BYTES: Final = 16
-
-
-class AddressedStaging(StagingMemory, Protocol):
-    """Staging memory whose slots peers read."""
-
-    def address(self, slot: int) -> int:
-        """Return the address of a slot."""
 
 
 @dataclass
@@ -65,8 +58,8 @@ class Serving:
     def __init__(
         self,
         held: HeldRequests,
-        copies: Copies,
-        staging: AddressedStaging,
+        copies: _vmm.Pool,
+        staging: _vmm.Staging,
         identity: Callable[[], bytes],
         split: Split | None = None,
     ) -> None:

@@ -30,7 +30,6 @@ from kvelastic.tiers.base import (
     Capacity,
     Selection,
     Store,
-    StoreStatistics,
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
@@ -97,7 +96,7 @@ class PeerStore(Store):
 
         With `split`, the peers may have other ranks.
         """
-        self.record_bytes = record_bytes
+        super().__init__(record_bytes)
         self._split = split
         self._node = node
         self._lock = threading.Lock()
@@ -108,7 +107,6 @@ class PeerStore(Store):
         self._namespace: Namespace | None = None
         self._weights: str | None = "" if identified else None
         self._changed_weights = ""
-        self._hits = self._misses = self._errors = 0
         self._problem = ""
         self._notices = Workers("kvelastic-notice")
 
@@ -169,7 +167,7 @@ class PeerStore(Store):
     def _notify(self, ticket: Ticket) -> None:
         peer = self._peer(ticket)
         try:
-            if self._allows(peer):
+            if peer.breaker.allows_calls:
                 self._link(ticket, peer).ask(PROTOCOL.encode(Release(ticket.ticket)), ASK_S)
         except KvelasticError as error:
             _log.debug("the prefill engine holds blocks until their time is over: %s", error)
@@ -206,16 +204,15 @@ class PeerStore(Store):
             peer = self._peer(ticket)
             at = 0
             try:
-                while at < len(wanted) and self._allows(peer):
+                while at < len(wanted) and peer.breaker.allows_calls:
                     count = self._pull(ticket, peer, wanted[at:], into)
                     for place, _ in wanted[at : at + count]:
                         whole[place] = True
                     at += count
             except KvelasticError as error:
                 self._failed(peer, error)
-        with self._lock:
-            self._hits += sum(whole)
-            self._misses += len(whole) - sum(whole)
+        hits = sum(whole)
+        self._count(hits=hits, misses=len(whole) - hits, bytes_read=hits * self.record_bytes)
         return whole
 
     def _pull(
@@ -248,9 +245,8 @@ class PeerStore(Store):
             for record in records:
                 for one in replica_moves(self._split):
                     record[one.target :][: one.size_bytes] = record[one.source :][: one.size_bytes]
-        with self._lock:
-            peer.breaker.worked()
-            self._problem = ""
+        peer.breaker.worked()
+        self._problem = ""
         return count
 
     def _moves(self, ranks: int) -> Sequence[Move]:
@@ -267,22 +263,16 @@ class PeerStore(Store):
                 del self._peers[next(iter(self._peers))]
             return self._peers.setdefault(ticket.node_id, _Peer())
 
-    def _allows(self, peer: _Peer) -> bool:
-        with self._lock:
-            return peer.breaker.allows_calls
-
     def _link(self, ticket: Ticket, peer: _Peer) -> Link:
         """Return the link to the peer. Links if there is none, for at most `LINK_S`."""
         with peer.linking:
             return self._node.link_with(ticket.node_id, ticket.address, LINK_S)
 
     def _failed(self, peer: _Peer, error: KvelasticError) -> None:
-        is_refusal = error.code in _REFUSALS
-        with self._lock:
-            self._errors += not is_refusal
-            if not is_refusal:
-                peer.breaker.failed()
-            self._problem = str(error)
+        if error.code not in _REFUSALS:
+            self._count(errors=1)
+            peer.breaker.failed(str(error))
+        self._problem = str(error)
         _log.warning("blocks were not read from the prefill engine: %s: %s", error.code, error)
 
     # --- the rest of a store --------------------------------------------------------------------
@@ -304,16 +294,6 @@ class PeerStore(Store):
     def set_limit(self, limit_bytes: int) -> None:
         """Raise `InvalidArgumentError`: peers hold the records."""
         raise InvalidArgumentError("the peer tier has no limit here: prefill engines hold it")
-
-    def statistics(self) -> StoreStatistics:
-        """Return the counters since the store was opened."""
-        with self._lock:
-            return StoreStatistics(
-                hits=self._hits,
-                misses=self._misses,
-                errors=self._errors,
-                bytes_read=self._hits * self.record_bytes,
-            )
 
     def problem(self) -> str:
         """Return why the last peer could not be read; empty after a read that worked."""
