@@ -104,7 +104,7 @@ def taking_over(left: Path, steps: list[int]) -> DiskStore:
     store = open_store(left, lambda: later(now_s))
     for file in aside.glob("*.kv"):
         file.rename(left / file.name)
-    store._state.room.begin_to_adopt()
+    store._room.begin_to_adopt()
     assert not any(store.has(KEYS)), "nothing is restored under the folder's lock"
     return store
 

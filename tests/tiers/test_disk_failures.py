@@ -148,7 +148,7 @@ def test_hanging_medium_does_not_block_lease_release(
     engine.join()
     assert was_released
     store.check_integrity()
-    assert store._state.index.stats()["held"] == 0, "who had the lock has ended them"
+    assert store._index.stats()["held"] == 0, "who had the lock has ended them"
     store.close()
 
 
@@ -169,7 +169,7 @@ def test_store_falls_back_from_direct_io(folder: Path) -> None:
 
 
 def _files(store: DiskStore) -> list[DataFile]:
-    return list(store._state.table.files())
+    return list(store._table.files())
 
 
 def test_full_medium_keeps_the_objects_that_fit(folder: Path) -> None:

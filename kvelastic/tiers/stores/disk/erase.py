@@ -20,7 +20,7 @@ from kvelastic.tiers.base import Selection
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.folder import Folder
 from kvelastic.tiers.stores.disk.format import entries
-from kvelastic.tiers.stores.record_owner import Owner, Wanted, wanted_by
+from kvelastic.tiers.stores.record_owner import Wanted, wanted_by
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def _erase(file: DataFile, wanted: Wanted) -> int:
     erased = []
     for slot, entry in entries(file.read_table(), file.file_id):
         # The owner of a damaged entry is unknown.
-        if entry is None or wanted(
-            Owner(entry.namespace, entry.model, entry.generation), entry.stored_ns
-        ):
+        if entry is None or wanted(entry.owner, entry.stored_ns):
             erased.append(slot)
         else:
             kept.add(slot)

@@ -132,14 +132,8 @@ class DataFile:
         self.is_direct = False  # keep the descriptor: a call may be in progress
 
     def read_table(self) -> bytes:
-        """Return all table entries, up to the end of the file."""
-        end = HEADER_BYTES + self.geometry.slots * ENTRY_BYTES
-        parts = []
-        at = HEADER_BYTES
-        while at < end and (part := os.pread(self._fd, min(end - at, 1 << 22), at)):
-            parts.append(part)
-            at += len(part)
-        return b"".join(parts)
+        """Return the entries of all slots; zeros beyond the end of the file."""
+        return self.read_entries(0, self.geometry.slots)
 
     def read_entries(self, first: int, count: int) -> bytes:
         """Return the entries of `count` slots; zeros beyond the end of the file."""

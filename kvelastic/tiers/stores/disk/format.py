@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from kvelastic import _vmm
 from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.stores.record_owner import Owner
 
 VERSION: Final = 1
 HEADER_BYTES: Final = 4096
@@ -90,11 +91,7 @@ class Entry:
     key: bytes
     parent: bytes
     """Key of the preceding block in the chain; NO_KEY if none or unknown."""
-    namespace: bytes
-    """Fingerprint of the namespace."""
-    model: bytes
-    """Hash of the model's name; 16 bytes."""
-    generation: int
+    owner: Owner
     length_bytes: int
     stored_ns: int
     """Time of the put, since the epoch."""
@@ -147,9 +144,7 @@ def pack_entry(entry: Entry, file_id: bytes, slot: int) -> bytes:
     raw = _ENTRY.pack(
         entry.key,
         entry.parent,
-        entry.namespace,
-        entry.model,
-        entry.generation,
+        *entry.owner,
         entry.length_bytes,
         entry.stored_ns,
         entry.checksum,
@@ -163,7 +158,8 @@ def unpack_entry(raw: bytes, file_id: bytes, slot: int) -> Entry | None:
     (checksum,) = _CHECKSUM.unpack_from(raw, _SUMMED_BYTES)
     if checksum != _vmm.record_checksum(raw[:_SUMMED_BYTES], _place(file_id, slot)):
         return None
-    return Entry(*_ENTRY.unpack_from(raw))
+    key, parent, namespace, model, generation, *others = _ENTRY.unpack_from(raw)
+    return Entry(key, parent, Owner(namespace, model, generation), *others)
 
 
 def entries(table: bytes, file_id: bytes) -> Iterator[tuple[int, Entry | None]]:

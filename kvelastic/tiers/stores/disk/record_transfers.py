@@ -41,17 +41,7 @@ class RecordTransfer:
 
     def entry(self, owner: Owner, length_bytes: int, stored_ns: int, checksum: int) -> Entry:
         """Return the table entry to write after the record."""
-        return Entry(
-            self.key,
-            self.parent,
-            owner.namespace,
-            owner.model,
-            owner.generation,
-            length_bytes,
-            stored_ns,
-            checksum,
-            self.at,
-        )
+        return Entry(self.key, self.parent, owner, length_bytes, stored_ns, checksum, self.at)
 
 
 def carry(way: Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryview]) -> Answers:

@@ -324,14 +324,14 @@ class Room:
                 break  # loads hold the others
         self._parked.update(taken)
         self.evicted += len(gone)
-        self._forget(gone)
+        self.forget(gone)
         return taken
 
     def _unpark(self, slots: Sequence[int]) -> None:
         self._index.open(slots)
         self._parked.difference_update(slots)
 
-    def _forget(self, slots: Iterable[int]) -> None:
+    def forget(self, slots: Iterable[int]) -> None:
         """Clear the entries of displaced records, in memory and in the files."""
         gone = [slot for slot in slots if self._table.has_record(slot)]
         for slot in gone:
@@ -384,7 +384,7 @@ class Room:
         keys = b"".join(self._table.key(slot) for slot in held)
         self.evicted += len(held)
         self._index.erase(keys)
-        self._forget(held)
+        self.forget(held)
         self._parked.update(self._index.close(slots.start, len(slots)))
         return all(slot in self._parked for slot in slots)
 

@@ -95,8 +95,7 @@ class SlotTable:
         self._keys[at : at + KEY_BYTES] = entry.key
         self._checksums[slot] = entry.checksum
         self._stored_ns[slot] = entry.stored_ns
-        owner = Owner(entry.namespace, entry.model, entry.generation)
-        self._owners[slot] = self._number_of(owner)
+        self._owners[slot] = self._number_of(entry.owner)
         self._residue[slot] = 0
 
     def set_found(

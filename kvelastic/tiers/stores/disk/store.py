@@ -38,9 +38,6 @@ from kvelastic.tiers.base import (
     Capacity,
     Hold,
     Selection,
-    Store,
-    StoreStatistics,
-    Unerased,
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.disk.file import map_bytes, room_for
@@ -57,7 +54,7 @@ DEPTH: Final = 32
 """Maximum number of records of one call that are in flight at once."""
 
 
-class DiskStore(Store):
+class DiskStore(DiskState):
     """A store on disk, shared by the engines of a machine. See the module text.
 
     Any thread may call; `has` and `hold` never wait for a disk. One lock guards slots, files and
@@ -98,11 +95,10 @@ class DiskStore(Store):
         _check_limit(limit_bytes)
         if not folders:
             raise InvalidArgumentError("a disk store without folders; give one or more")
-        self.record_bytes = record_bytes
         self._wall_clock = wall_clock
         self._io = _vmm.RecordIo(io, DEPTH) if isinstance(io, str) else io
         self._owner = owner_of(namespace or Namespace(model=""))
-        self._state = DiskState(
+        super().__init__(
             folders,
             record_bytes,
             limit_bytes,
@@ -111,7 +107,7 @@ class DiskStore(Store):
             clock,
             wall_clock,
         )
-        _states.add(self._state)
+        _stores.add(self)
         room_bytes = limit_bytes - map_bytes(limit_bytes)
         if largest_within(record_bytes, room_bytes).slots == 0 < limit_bytes:
             _log.warning(
@@ -125,7 +121,7 @@ class DiskStore(Store):
 
     def enter(self, namespace: Namespace) -> None:
         """Set the namespace of later puts; a put in progress keeps the previous one."""
-        with self._state.changed:
+        with self._changed:
             self._owner = owner_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
@@ -134,9 +130,9 @@ class DiskStore(Store):
         Returns False for all keys while reads are suspended after errors.
         """
         count = self._count_of(keys)
-        if self._state.closed or not self._state.reads.allows_calls:
+        if self._closed or not self._reads.allows_calls:
             return [False] * count
-        return self._state.index.has(keys)
+        return self._index.has(keys)
 
     def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are present. Does not wait for a disk.
@@ -144,10 +140,10 @@ class DiskStore(Store):
         The hold is empty while reads are suspended after errors.
         """
         self._count_of(keys)
-        if self._state.closed or not self._state.reads.allows_calls:
+        if self._closed or not self._reads.allows_calls:
             return Hold()
-        ticket, slots = self._state.index.hold(keys)
-        return Hold(len(slots), partial(self._state.release, ticket))
+        ticket, slots = self._index.hold(keys)
+        return Hold(len(slots), partial(self._release, ticket))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
@@ -178,11 +174,11 @@ class DiskStore(Store):
                     answers[transfer.at] = whole
                     if moved >= 0 and not whole:
                         torn.append(transfer)
-                self._state.judge(self._state.reads, results)
+                self._judge(self._reads, results)
         finally:
             self._end_get(tickets, torn)
         hits = sum(answers)
-        self._state.count(
+        self._count(
             hits=hits, misses=count - hits, torn=len(torn), bytes_read=hits * self.record_bytes
         )
         return answers
@@ -193,8 +189,8 @@ class DiskStore(Store):
         Waits for puts in progress and for the disk.
         """
         self._count_of(keys)
-        with self._state.alone():
-            return self._state.erase(keys)
+        with self._alone():
+            return self._erase(keys)
 
     def erase_matching(self, selection: Selection) -> int:
         """Erase the selected records, including those in files of exited engines; return how many.
@@ -204,36 +200,28 @@ class DiskStore(Store):
         """
         now_s = self._wall_clock()
         wanted = wanted_by(selection, now_s)
-        with self._state.alone():
-            table = self._state.table
+        with self._alone():
+            table = self._table
             keys = []
             for slot in table.occupied():
                 owner = table.owner(slot)
                 if owner is not None and wanted(owner, table.stored_ns(slot)):
                     keys.append(table.key(slot))
-            erased = self._state.erase(b"".join(keys))
-            return erased + self._state.erase_left_behind(selection, now_s)
-
-    def unerased(self) -> Unerased:
-        """Return what earlier erasures could not remove, as text for an operator."""
-        return self._state.unerased()
+            erased = self._erase(b"".join(keys))
+            return erased + self._erase_left_behind(selection, now_s)
 
     def evict(self, count: int) -> int:
         """Displace up to `count` records by policy and return how many were displaced.
 
         Waits for puts in progress and for the disk.
         """
-        with self._state.alone():
-            if self._state.closed:
+        with self._alone():
+            if self._closed:
                 return 0
-            displaced = self._state.index.displace(count)
-            self._state.count(evicted=len(displaced))
-            with self._state.medium(self._state.writes):
-                for _, slot in displaced:
-                    self._state.table.clear(slot)
-                for _, slot in displaced:
-                    file, own = self._state.table.place(slot)
-                    file.clear_entry(own)
+            displaced = self._index.displace(count)
+            self._count(evicted=len(displaced))
+            with self._medium(self._writes):
+                self._room.forget(slot for _, slot in displaced)
             return len(displaced)
 
     def capacity(self) -> Capacity:
@@ -241,10 +229,10 @@ class DiskStore(Store):
 
         Files take more: sizes are rounded up, space reserved.
         """
-        with self._state.changed:
-            self._state.look()
-            records = 0 if self._state.closed else self._state.index.stats()["ready"]
-            return Capacity(records * self.record_bytes, self._state.room.limit_bytes, records)
+        with self._changed:
+            self._look()
+            records = 0 if self._closed else self._index.stats()["ready"]
+            return Capacity(records * self.record_bytes, self._room.limit_bytes, records)
 
     @property
     def least_limit_bytes(self) -> int:
@@ -254,33 +242,11 @@ class DiskStore(Store):
     def set_limit(self, limit_bytes: int) -> None:
         """Set the limit; freed space is punched out of files, or whole files are removed."""
         _check_limit(limit_bytes)
-        with self._state.changed:
-            if self._state.closed:
+        with self._changed:
+            if self._closed:
                 return
-            with self._state.medium(self._state.growth):
-                self._state.room.set_limit(limit_bytes)
-
-    def statistics(self) -> StoreStatistics:
-        """Return the counts since the store was opened."""
-        return self._state.statistics()
-
-    def problem(self) -> str:
-        """Return why the disk refuses calls now, for an operator; empty if it works."""
-        return self._state.problem()
-
-    def write_budget(self) -> tuple[int, int] | None:
-        """Return the daily write budget and what remains of it, in bytes; None if unlimited."""
-        return self._state.write_budget()
-
-    def check_integrity(self) -> None:
-        """Check index, slots and the tables in the files. Waits for puts in progress."""
-        with self._state.alone():
-            if not self._state.closed:
-                self._state.check_integrity()
-
-    def close(self) -> None:
-        """Close the store. Waits for calls in progress."""
-        self._state.close()
+            with self._medium(self._growth):
+                self._room.set_limit(limit_bytes)
 
     @property
     def engine(self) -> str:
@@ -296,33 +262,32 @@ class DiskStore(Store):
 
         Return their owner too.
         """
-        state = self._state
         nothing: list[RecordTransfer] = []
-        with state.changed:
-            state.wait_for_erasing()
-            there = state.index.has(keys)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._erasing)
+            there = self._index.has(keys)
             new = count - sum(there)
-            if state.closed or not state.writes.allows_calls:
-                state.count(refused=new)
+            if self._closed or not self._writes.allows_calls:
+                self._count(refused=new)
                 return nothing, self._owner
             if new == 0:
                 return nothing, self._owner
-            granted = state.budget.take(new, aligned(self.record_bytes))
+            granted = self._budget.take(new, aligned(self.record_bytes))
             keys = _with_so_many_new(keys, there, granted)
-            state.count(refused=new - granted)
-            state.look()
-            state.grow(granted)
-            slots, displaced = state.index.claim(keys, chain_after)
-            state.count(refused=slots.count(-2), evicted=len(displaced))
+            self._count(refused=new - granted)
+            self._look()
+            self._grow(granted)
+            slots, displaced = self._index.claim(keys, chain_after)
+            self._count(refused=slots.count(-2), evicted=len(displaced))
             transfers: list[RecordTransfer] = []
-            with state.medium(state.writes):
+            with self._medium(self._writes):
                 transfers = self._place(keys, chain_after, slots, displaced)
             if not transfers:
                 claimed = [keys_at(keys, at) for at, slot in enumerate(slots) if slot >= 0]
-                state.index.abandon(b"".join(claimed))
-                state.count(refused=len(claimed))
-            state.budget.give_back(granted - len(transfers), aligned(self.record_bytes))
-            state.writing += 1 if transfers else 0
+                self._index.abandon(b"".join(claimed))
+                self._count(refused=len(claimed))
+            self._budget.give_back(granted - len(transfers), aligned(self.record_bytes))
+            self._writing += 1 if transfers else 0
             return transfers, self._owner
 
     def _place(
@@ -332,25 +297,18 @@ class DiskStore(Store):
         slots: Sequence[int],
         displaced: Iterable[tuple[bytes, int]],
     ) -> list[RecordTransfer]:
-        """Return where each record goes.
-
-        Clears the displaced entries, in memory and in the files.
-        """
-        for _, slot in displaced:
-            self._state.table.clear(slot)
+        """Return where each record goes. Clears the displaced entries."""
+        self._room.forget(slot for _, slot in displaced)
         transfers = []
         for at, slot in enumerate(slots):
             if slot >= 0:
-                file, own = self._state.table.place(slot)
+                file, own = self._table.place(slot)
                 parent = NO_KEY
                 if chain_after is not None:
                     parent = keys_at(keys, at - 1) if at else chain_after
                 transfers.append(
                     RecordTransfer(at, keys_at(keys, at), slot, file, own, parent=parent)
                 )
-        for _, slot in displaced:
-            file, own = self._state.table.place(slot)
-            file.clear_entry(own)
         return transfers
 
     def _write(
@@ -367,30 +325,30 @@ class DiskStore(Store):
             try:
                 transfer.file.write_entry(transfer.own_slot, entry)
             except OSError as error:
-                self._state.failed(self._state.writes, error)
+                self._failed(self._writes, error)
                 break
             stored.append((transfer, entry))
-        self._state.judge(self._state.writes, results)
+        self._judge(self._writes, results)
         return stored
 
     def _end_put(
         self, transfers: list[RecordTransfer], stored: list[tuple[RecordTransfer, Entry]]
     ) -> None:
-        with self._state.changed:
+        with self._changed:
             whole = {transfer.at for transfer, _ in stored}
             lost = [transfer for transfer in transfers if transfer.at not in whole]
             for transfer, entry in stored:
-                self._state.table.set(transfer.slot, entry)
-            self._state.index.commit(b"".join(transfer.key for transfer, _ in stored))
-            self._state.index.abandon(b"".join(transfer.key for transfer in lost))
-            self._state.count(
+                self._table.set(transfer.slot, entry)
+            self._index.commit(b"".join(transfer.key for transfer, _ in stored))
+            self._index.abandon(b"".join(transfer.key for transfer in lost))
+            self._count(
                 puts=len(stored),
                 refused=len(lost),
                 bytes_written=len(stored) * aligned(self.record_bytes),
             )
-            self._state.table.set_residue((transfer.slot for transfer in lost), is_there=True)
-            self._state.writing -= 1
-            self._state.changed.notify_all()
+            self._table.set_residue((transfer.slot for transfer in lost), is_there=True)
+            self._writing -= 1
+            self._changed.notify_all()
 
     # --- getting ----------------------------------------------------------------------------------
 
@@ -398,7 +356,7 @@ class DiskStore(Store):
         """Hold the keys that are present; return their locations and the hold tickets."""
         transfers: list[RecordTransfer] = []
         tickets: list[int] = []
-        with self._state.changed:
+        with self._changed:
             there = self.has(keys)
             at = 0
             while at < count:
@@ -406,44 +364,42 @@ class DiskStore(Store):
                 while end < count and there[end]:
                     end += 1
                 if end > at:
-                    ticket, slots = self._state.index.hold(keys_at(keys, at, end - at))
+                    ticket, slots = self._index.hold(keys_at(keys, at, end - at))
                     tickets.append(ticket)
                     for i, slot in enumerate(slots, at):
                         key = keys_at(keys, i)
-                        file, own = self._state.table.place(slot)
+                        file, own = self._table.place(slot)
                         transfers.append(
-                            RecordTransfer(
-                                i, key, slot, file, own, self._state.table.checksum(slot)
-                            )
+                            RecordTransfer(i, key, slot, file, own, self._table.checksum(slot))
                         )
                 at = end + 1
-            self._state.reading += 1
+            self._reading += 1
         return transfers, tickets
 
     def _end_get(self, tickets: list[int], torn: list[RecordTransfer]) -> None:
         for ticket in tickets:
-            self._state.release(ticket)
-        with self._state.changed:
-            self._state.reading -= 1
-            self._state.changed.notify_all()
+            self._release(ticket)
+        with self._changed:
+            self._reading -= 1
+            self._changed.notify_all()
         if torn:
-            with self._state.alone():
+            with self._alone():
                 # Erase only if unchanged since the read: another put may have replaced the record.
                 same = [
                     p.key
                     for p in torn
-                    if self._state.index.slot_of(p.key) == p.slot
-                    and self._state.table.checksum(p.slot) == p.checksum
+                    if self._index.slot_of(p.key) == p.slot
+                    and self._table.checksum(p.slot) == p.checksum
                 ]
-                self._state.erase(b"".join(same))
+                self._erase(b"".join(same))
 
 
-_states: weakref.WeakSet[DiskState] = weakref.WeakSet()
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    for state in list(_states):
-        state.forget_in_child()
+    for store in list(_stores):
+        store._forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

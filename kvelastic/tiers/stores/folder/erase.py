@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvelastic.tiers.stores.folder import format as folder_format
-from kvelastic.tiers.stores.record_owner import Owner, Wanted
+from kvelastic.tiers.stores.record_owner import Wanted
 
 _NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
 """A file or a link instead of a folder, or a name that was removed during the scan."""
@@ -67,6 +67,4 @@ def _is_wanted(shard_fd: int, name: str, wanted: Wanted) -> bool:
         if state.st_size == 0 and folder_format.is_new(name):
             return False  # just created or abandoned: it has no bytes
         entry = folder_format.read_entry(fd, name)
-    if entry is None:
-        return True
-    return wanted(Owner(entry.namespace, entry.model, entry.generation), entry.stored_ns)
+    return entry is None or wanted(entry.owner, entry.stored_ns)

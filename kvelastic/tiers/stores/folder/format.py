@@ -41,8 +41,7 @@ def is_there(root: int, key: bytes, record_bytes: int) -> bool:
 def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: int) -> None:
     """Write a record atomically: readers see the whole file or none."""
     checksum = _vmm.record_checksum(record, key)
-    whose = (owner.namespace, owner.model, owner.generation)
-    entry = Entry(key, NO_KEY, *whose, record.nbytes, stored_ns, checksum, 0)
+    entry = Entry(key, NO_KEY, owner, record.nbytes, stored_ns, checksum, 0)
     name = f"{_NEW}{os.urandom(8).hex()}"
     with suppress(FileExistsError):
         os.mkdir(key.hex()[:2], 0o700, dir_fd=root)
