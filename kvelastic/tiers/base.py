@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
@@ -83,16 +83,6 @@ class Selection:
     older_than_s: float | None = None
     every_generation: bool = False
     """Whether to select every generation of `namespace`."""
-
-    def names(self, namespace: Namespace) -> bool:
-        """Return whether records of this namespace are selected, ignoring their age."""
-        if self.model not in (None, namespace.model):
-            return False
-        if self.namespace is None:
-            return True
-        if self.every_generation:
-            namespace = replace(namespace, generation=self.namespace.generation)
-        return namespace.fingerprint == self.namespace.fingerprint
 
 
 class Unerased(NamedTuple):

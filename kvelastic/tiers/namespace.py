@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 FORMAT_VERSION = 1
@@ -36,20 +36,8 @@ class Namespace:
     def fingerprint(self) -> bytes:
         """16 bytes of a SHA-256 over the fields, each prefixed with its length."""
         digest = hashlib.sha256(b"kvelastic tier namespace %d" % FORMAT_VERSION)
-        for field in (
-            self.model,
-            self.weights,
-            self.dtype,
-            self.layout,
-            str(self.block_tokens),
-            str(self.record_bytes),
-            self.ranks,
-            self.adapter,
-            self.salt,
-            self.hash_algorithm,
-            str(self.generation),
-        ):
-            raw = encoded(field)
+        for value in astuple(self):
+            raw = encoded(str(value))
             digest.update(b"%d:" % len(raw) + raw)
         return digest.digest()[:16]
 

@@ -34,11 +34,11 @@ def owner_of(namespace: Namespace) -> Owner:
 
 
 Wanted = Callable[[Owner, int], bool]
-"""Returns whether a record is selected, by its owner and the time of its `put` (Unix time, ns)."""
+"""Returns whether a record is selected, by its owner and the time of its `put` in ns."""
 
 
 def wanted_by(selection: Selection, now_s: float) -> Wanted:
-    """Return the predicate of a selection for records in files. `now_s` is Unix time."""
+    """Return the predicate of a selection. `now_s` is now, on the clock of the records' times."""
     namespace = selection.namespace
     model = None if selection.model is None else model_hash(selection.model)
     older_than_s = selection.older_than_s

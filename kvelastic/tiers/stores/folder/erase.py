@@ -40,7 +40,7 @@ def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
 
 def _erase_in(shard_fd: int, shard: str, wanted: Wanted, problems: list[OSError]) -> int:
     removed = 0
-    for name in folder_format.names(shard_fd):
+    for name in os.listdir(shard_fd):
         if not folder_format.is_ours(shard, name):
             continue
         with _noting(problems):

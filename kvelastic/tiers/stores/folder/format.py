@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final
 
 from kvelastic import _vmm
@@ -117,7 +117,7 @@ def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_r
     """
     for shard in shards(root):
         with suppress(OSError), opened_shard(root, shard) as fd:
-            for name in names(fd):
+            for name in os.listdir(fd):  # noqa: PTH208  (a descriptor)
                 with suppress(OSError):
                     state = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     if not is_ours(shard, name):
@@ -130,13 +130,7 @@ def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_r
 
 def shards(root: int) -> list[str]:
     """Return the names of the subfolders with record files."""
-    return [name for name in names(root) if len(name) == 2]
-
-
-def names(folder: int) -> list[str]:
-    """Return all names in an open folder."""
-    with os.scandir(folder) as listing:
-        return [entry.name for entry in listing]
+    return [name for name in os.listdir(root) if len(name) == 2]
 
 
 def is_ours(shard: str, name: str) -> bool:
@@ -156,23 +150,18 @@ def _opened(root: int, name: str) -> Iterator[int]:
 
 
 @contextmanager
-def opened(shard: int, name: str) -> Iterator[int]:
-    """Open a file in an open shard for reading; yields the descriptor."""
-    fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=shard)
+def opened(folder: int, name: str, flags: int = 0) -> Iterator[int]:
+    """Open a file in an open folder for reading; yields the descriptor."""
+    fd = os.open(name, os.O_RDONLY | flags | _FLAGS, dir_fd=folder)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-@contextmanager
-def opened_shard(root: int, name: str) -> Iterator[int]:
+def opened_shard(root: int, name: str) -> AbstractContextManager[int]:
     """Open a shard's folder; yields the descriptor."""
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=root)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    return opened(root, name, os.O_DIRECTORY)
 
 
 def _write_all(fd: int, parts: list[memoryview]) -> None:

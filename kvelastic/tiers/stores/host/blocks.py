@@ -50,9 +50,9 @@ class HostBlocks:
             count = min(count - 1, self._pool.available_mapped())  # do not wait again
         return []
 
-    def fill(self, slot: int, block: int, key: bytes, namespace_id: int, now_s: float) -> None:
+    def fill(self, slot: int, block: int, key: bytes, owner_id: int, now_ns: int) -> None:
         """Set the record of a block from `take`. The block is held once; see `release`."""
-        self.slots.fill(slot, block, key, namespace_id, now_s)
+        self.slots.fill(slot, block, key, owner_id, now_ns)
         self._holders[block] = 1
 
     def follow(self) -> None:

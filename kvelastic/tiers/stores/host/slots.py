@@ -1,4 +1,4 @@
-"""Records of the host tier: the block, the namespace and the age of each.
+"""Records of the host tier: the block, the owner and the age of each.
 
 A *slot* is the number that the index gives a record. A *block* is where the pool keeps its bytes.
 The pool moves and evicts blocks; slots do not change. The data is in flat arrays by slot, so a
@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Iterator
 
 from kvelastic.errors import IntegrityError
-from kvelastic.tiers.base import KEY_BYTES, Selection
-from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.stores.record_owner import Owner, Wanted
 
 GONE = -1
 """The block of an empty slot."""
@@ -23,37 +23,35 @@ class HostSlots:
 
     def __init__(self) -> None:
         self._blocks = array("q")
-        self._namespace_ids = array("I")
-        self._put_at_s = array("d")
+        self._owner_ids = array("I")
+        self._put_at_ns = array("q")
         self._keys = bytearray()
         self._slot_of: dict[int, int] = {}
-        self._namespaces: list[Namespace] = []
-        self._namespace_id_of: dict[bytes, int] = {}
+        self._owners: list[Owner] = []
+        self._owner_id_of: dict[Owner, int] = {}
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def namespace_id_of(self, namespace: Namespace) -> int:
-        """Return the id of a namespace: a small number, the same for each call."""
-        namespace_id = self._namespace_id_of.setdefault(
-            namespace.fingerprint, len(self._namespaces)
-        )
-        if namespace_id == len(self._namespaces):
-            self._namespaces.append(namespace)
-        return namespace_id
+    def owner_id_of(self, owner: Owner) -> int:
+        """Return the id of an owner: a small number, the same for each call."""
+        owner_id = self._owner_id_of.setdefault(owner, len(self._owners))
+        if owner_id == len(self._owners):
+            self._owners.append(owner)
+        return owner_id
 
-    def fill(self, slot: int, block: int, key: bytes, namespace_id: int, now_s: float) -> None:
-        """Record that `block` holds a record of namespace `namespace_id`."""
+    def fill(self, slot: int, block: int, key: bytes, owner_id: int, now_ns: int) -> None:
+        """Record that `block` holds a record of the owner `owner_id`."""
         missing = slot + 1 - len(self._blocks)
         if missing > 0:
             missing += len(self._blocks) // 2  # slots come in ascending order
             self._blocks.extend([GONE] * missing)
-            self._namespace_ids.extend([0] * missing)
-            self._put_at_s.extend([0.0] * missing)
+            self._owner_ids.extend([0] * missing)
+            self._put_at_ns.extend([0] * missing)
             self._keys.extend(bytes(missing * KEY_BYTES))
         self._blocks[slot] = block
-        self._namespace_ids[slot] = namespace_id
-        self._put_at_s[slot] = now_s
+        self._owner_ids[slot] = owner_id
+        self._put_at_ns[slot] = now_ns
         self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
         self._slot_of[block] = slot
 
@@ -88,19 +86,12 @@ class HostSlots:
         """Return an iterator over the slots that have a record. Later changes do not affect it."""
         return iter(list(self._slot_of.values()))
 
-    def keys_matching(self, selection: Selection, now_s: float) -> bytes:
+    def keys_matching(self, wanted: Wanted) -> bytes:
         """Return the keys of the selected records, concatenated."""
-        namespace_ids = {
-            namespace_id
-            for namespace_id, namespace in enumerate(self._namespaces)
-            if selection.names(namespace)
-        }
-        age_s = selection.older_than_s
         return b"".join(
             self.key_of(slot)
             for slot in self._slot_of.values()
-            if self._namespace_ids[slot] in namespace_ids
-            and (age_s is None or now_s - self._put_at_s[slot] >= age_s)
+            if wanted(self._owners[self._owner_ids[slot]], self._put_at_ns[slot])
         )
 
     def check_integrity(self) -> None:

@@ -46,6 +46,7 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.blocks import HostBlocks
 from kvelastic.tiers.stores.host.reservations import SlotReservations
 from kvelastic.tiers.stores.host.slots import GONE
+from kvelastic.tiers.stores.record_owner import owner_of, wanted_by
 from kvelastic.units import MAX_PRIORITY, format_size
 
 _log = logging.getLogger("kvelastic")
@@ -121,7 +122,7 @@ class HostStore(Store):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._busy = 0
-        self._namespace_id: int | None = None
+        self._owner_id: int | None = None
         self._closed = False
         self._sleeps_for_limit = False
         self.set_limit(limit_bytes)
@@ -173,7 +174,7 @@ class HostStore(Store):
     def enter(self, namespace: Namespace) -> None:
         """Set the namespace of later puts."""
         with self._lock:
-            self._namespace_id = self._blocks.slots.namespace_id_of(namespace)
+            self._owner_id = self._blocks.slots.owner_id_of(owner_of(namespace))
 
     def has(self, keys: bytes) -> list[bool]:
         """Return for each key whether its record is present."""
@@ -262,8 +263,8 @@ class HostStore(Store):
         count = self._count_of(keys, records)
         self._check_chain(chain_after)
         with self._lock:
-            namespace_id = self._entered()
-            if namespace_id is None:
+            owner_id = self._entered()
+            if owner_id is None:
                 self._count(refused=count)
                 return [False] * count
             self._busy += 1
@@ -277,20 +278,20 @@ class HostStore(Store):
                 self._drop_displaced(displaced)
                 for at, slot in self._reservations.take(keys).items():
                     slots[at] = slot
-            self._fill(keys, records, slots, namespace_id)
+            self._fill(keys, records, slots, owner_id)
             return self._index.has(keys)
         finally:
             with self._lock:
                 self._end_work()
 
     def _entered(self) -> int | None:
-        """Return the current namespace id; None if no record is accepted. The lock is held."""
-        if self._namespace_id is None:
+        """Return the current owner id; None if no record is accepted. The lock is held."""
+        if self._owner_id is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
-        return None if self._closed or self._pool.blocks.is_asleep else self._namespace_id
+        return None if self._closed or self._pool.blocks.is_asleep else self._owner_id
 
     def _fill(
-        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], namespace_id: int
+        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], owner_id: int
     ) -> None:
         """Write the records that got slots; refuse those for which there is no memory."""
         new = [at for at, slot in enumerate(slots) if slot >= 0]
@@ -315,9 +316,9 @@ class HostStore(Store):
                 if not written and blocks:
                     self._pool.blocks.free(blocks)
                 self._blocks.follow()
-                now_s = time.monotonic()
+                now_ns = time.monotonic_ns()
                 for at, block in zip(kept, blocks, strict=False):
-                    self._blocks.fill(slots[at], block, _key(keys, at), namespace_id, now_s)
+                    self._blocks.fill(slots[at], block, _key(keys, at), owner_id, now_ns)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased during the write
                 self._count(
@@ -380,7 +381,8 @@ class HostStore(Store):
         """Erase the selected records and return how many; age counts from the put."""
         with self._lock:
             self._blocks.follow()
-            return self._erase(self._blocks.slots.keys_matching(selection, time.monotonic()))
+            wanted = wanted_by(selection, time.monotonic())
+            return self._erase(self._blocks.slots.keys_matching(wanted))
 
     def _erase(self, keys: bytes) -> int:
         if self._closed:

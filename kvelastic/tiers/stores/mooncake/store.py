@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import (
@@ -49,9 +48,8 @@ from kvelastic.tiers.stores.mooncake.client import (
     require_library,
 )
 from kvelastic.tiers.stores.mooncake.format import HEADER_BYTES, is_whole, server_key, write_header
+from kvelastic.tiers.stores.record_owner import owner_of, wanted_by
 from kvelastic.tiers.workers import Workers
-
-Value = TypeVar("Value")
 
 ALIGNMENT_BYTES = 4096
 STAGED_RECORDS = 16
@@ -59,6 +57,8 @@ STAGED_BYTES = 32 << 20
 """Maximum records and bytes that one call to the server transfers; at least one record."""
 CLIENT_BUFFER_BYTES = 16 << 20
 """Memory that the client allocates for itself. Transfers of registered buffers do not use it."""
+_NO_REPLY = -1
+"""Stands for the code of a call that was not made or failed. Mooncake's codes are below -100."""
 CLOSE_WAIT_S = 5.0
 """How long `close` waits. A client needs two seconds to leave an unreachable master."""
 
@@ -177,31 +177,36 @@ class MooncakeStore(Store):
                 self._is_setting_up = False
         return self._client is not None
 
-    def _call(self, worker: Workers, function: Callable[[Client], Value]) -> Value | None:
-        """Return the client's result.
+    def _call(
+        self,
+        worker: Workers,
+        count: int,
+        function: Callable[[Client], Sequence[int]],
+        also_fine: int = 0,
+    ) -> Sequence[int]:
+        """Call the server, and return `count` codes; negative ones if it gives no reply.
 
-        On an exception or a timeout, count an error and return None.
+        Counts errors. If all codes are failures other than `also_fine`, suspends calls.
         """
-        client = self._client
+        client = self._client if self._ready() else None
         if client is None:
-            return None
+            return [_NO_REPLY] * count
         try:
-            answer = worker.run(lambda: function(client), self._timeout_s)
+            codes = worker.run(lambda: function(client), self._timeout_s)
         except Exception as error:  # a foreign library may raise anything
             self._failed(error)
-            return None
-        return answer
-
-    def _judge(self, codes: Sequence[int], also_fine: int) -> None:
-        """Count failures; suspend calls to the server if all of `codes` failed."""
+            return [_NO_REPLY] * count
+        if len(codes) != count:
+            return [_NO_REPLY] * count
         failures = sum(code < 0 and code != also_fine for code in codes)
         self._count(errors=failures)
-        if failures == len(codes) > 0:
+        if failures == count > 0:
             self._breaker.failed(
                 f"Mooncake's client refuses every record: its code is {min(codes)}"
             )
         else:
             self._breaker.worked()
+        return codes
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -218,13 +223,10 @@ class MooncakeStore(Store):
         return self._exist(each_key(keys))
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
-        if not keys or not self._ready():
-            return [False] * len(keys)
+        if not keys:
+            return []
         names = _names(self._fingerprint, keys)
-        codes = self._call(self._asks, lambda client: client.batch_is_exist(names))
-        if codes is None or len(codes) != len(keys):
-            return [False] * len(keys)
-        self._judge(codes, 0)
+        codes = self._call(self._asks, len(keys), lambda client: client.batch_is_exist(names))
         return [code == 1 for code in codes]
 
     def put(
@@ -249,12 +251,10 @@ class MooncakeStore(Store):
         return [stored[key] for key in each_key(keys)]
 
     def _put_some(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> list[bool]:
-        codes: list[int] | None = None
+        fingerprint = self._fingerprint
+        names = _names(fingerprint, keys)
+        codes: Sequence[int] = ()
         if self._ready():
-            fingerprint = self._fingerprint
-            names = _names(fingerprint, keys)
-            addresses = self._addresses[: len(keys)]
-            sizes = [self._stored_bytes] * len(keys)
             with self._staging:
                 if not self._transfers.is_stuck:  # else a late call still reads the slots
                     for slot, key, record in zip(self._slots, keys, records, strict=False):
@@ -262,17 +262,20 @@ class MooncakeStore(Store):
                         write_header(slot, key, fingerprint)
                     codes = self._call(
                         self._transfers,
-                        lambda client: client.batch_put_from(names, addresses, sizes),
+                        len(keys),
+                        lambda client: client.batch_put_from(names, *self._staged_of(keys)),
+                        NO_ROOM,
                     )
-        done = [False] * len(keys)
-        if codes is not None and len(codes) == len(keys):
-            self._judge(codes, NO_ROOM)
-            done = [code == 0 for code in codes]
+        done = [code == 0 for code in codes] or [False] * len(keys)
         count = sum(done)
         with self._lock:
             self._own_records += count
         self._count(puts=count, refused=len(keys) - count, bytes_written=count * self.record_bytes)
         return done
+
+    def _staged_of(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Return the addresses and sizes of the first slots, one for each key."""
+        return self._addresses[: len(keys)], [self._stored_bytes] * len(keys)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
         """Read records; return for each key whether its view is complete. Blocks.
@@ -289,32 +292,29 @@ class MooncakeStore(Store):
         return found
 
     def _get_some(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        fingerprint = self._fingerprint
+        names = _names(fingerprint, keys)
         found = [False] * len(keys)
         torn: list[bytes] = []
         if self._ready():
-            fingerprint = self._fingerprint
-            names = _names(fingerprint, keys)
-            addresses = self._addresses[: len(keys)]
-            sizes = [self._stored_bytes] * len(keys)
-            codes: list[int] | None = None
             with self._staging:
+                codes: Sequence[int] = ()
                 if not self._transfers.is_stuck:  # else a late call still writes to the slots
                     codes = self._call(
                         self._transfers,
-                        lambda client: client.batch_get_into(names, addresses, sizes),
+                        len(keys),
+                        lambda client: client.batch_get_into(names, *self._staged_of(keys)),
+                        NOT_FOUND,
                     )
-                if codes is not None and len(codes) == len(keys):
-                    for at, code in enumerate(codes):
-                        slot = self._slots[at]
-                        if code < 0:
-                            continue
-                        if code == self._stored_bytes and is_whole(slot, keys[at], fingerprint):
-                            into[at].cast("B")[:] = slot[HEADER_BYTES:]
-                            found[at] = True
-                        else:
-                            torn.append(keys[at])
-            if codes is not None and len(codes) == len(keys):
-                self._judge(codes, NOT_FOUND)
+                for at, code in enumerate(codes):
+                    if code < 0:
+                        continue
+                    slot = self._slots[at]
+                    if code == self._stored_bytes and is_whole(slot, keys[at], fingerprint):
+                        into[at].cast("B")[:] = slot[HEADER_BYTES:]
+                        found[at] = True
+                    else:
+                        torn.append(keys[at])
         hits = sum(found)
         self._count(
             hits=hits,
@@ -332,13 +332,12 @@ class MooncakeStore(Store):
         return self._remove(list(dict.fromkeys(each_key(keys))))
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        if not keys or not self._ready():
+        if not keys:
             return 0
         names = _names(self._fingerprint, keys)
-        codes = self._call(self._asks, lambda client: client.batch_remove(names, True))
-        if codes is None:
-            return 0
-        self._judge(codes, NOT_FOUND)
+        codes = self._call(
+            self._asks, len(keys), lambda client: client.batch_remove(names, True), NOT_FOUND
+        )
         return self._erased(sum(code == 0 for code in codes))
 
     def _erased(self, count: int) -> int:
@@ -361,18 +360,15 @@ class MooncakeStore(Store):
             self._unerased = Unerased()
         if selection.namespace is not None:  # even if this process has not entered it
             entered[selection.namespace.fingerprint] = selection.namespace
+        wanted = wanted_by(selection, 0.0)
         count = 0
         for fingerprint, namespace in entered.items():
-            if not selection.names(namespace):
+            if not wanted(owner_of(namespace), 0):
                 continue
-            code = None
-            if self._ready():
-                code = self._call(self._asks, partial(_remove_namespace, fingerprint))
-            if code is not None:
-                self._judge([code], 0)
-            if code is None or code < 0:
+            (code,) = self._call(self._asks, 1, partial(_remove_namespace, fingerprint))
+            if code < 0:
                 self._unerased = Unerased(failed="the server did not erase all of it")
-            count += max(code or 0, 0)
+            count += max(code, 0)
         return self._erased(count)
 
     def unerased(self) -> Unerased:
@@ -426,8 +422,8 @@ class MooncakeStore(Store):
                 self._slots.clear()
 
 
-def _remove_namespace(fingerprint: bytes, client: Client) -> int:
-    return client.remove_by_regex(f"^{fingerprint.hex()}-.*", True)
+def _remove_namespace(fingerprint: bytes, client: Client) -> list[int]:
+    return [client.remove_by_regex(f"^{fingerprint.hex()}-.*", True)]
 
 
 def _names(fingerprint: bytes, keys: Sequence[bytes]) -> list[str]:
