@@ -204,7 +204,7 @@ class Store(ABC):
         `put` does. A store without slots returns slot 0 for each missing key, and allocates at
         `put`.
         """
-        self._check_chain(chain_after)
+        self._count_of(keys, None, chain_after)
         return Reservation([-1 if is_there else 0 for is_there in self.has(keys)])
 
     def evict(self, count: int) -> int:
@@ -299,15 +299,25 @@ class Store(ABC):
     def close(self) -> None:
         """Release all resources. Persistent records are found at the next open. Idempotent."""
 
-    def _count_of(self, keys: bytes, views: Sequence[memoryview] | None = None) -> int:
+    def _count_of(
+        self,
+        keys: bytes,
+        views: Sequence[memoryview] | None = None,
+        chain_after: bytes | None = None,
+    ) -> int:
         """Return the number of keys.
 
-        Raises `InvalidArgumentError` for incomplete keys, or views that do not match them.
+        Raises `InvalidArgumentError` for incomplete keys, views that do not match them, or a
+        `chain_after` that is neither None nor a key.
         """
         count, rest = divmod(len(keys), KEY_BYTES)
         if rest:
             raise InvalidArgumentError(
                 f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
+            )
+        if chain_after is not None and len(chain_after) != KEY_BYTES:
+            raise InvalidArgumentError(
+                f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"
             )
         if views is None:
             return count
@@ -320,10 +330,3 @@ class Store(ABC):
                     " give each the record's size"
                 )
         return count
-
-    def _check_chain(self, chain_after: bytes | None) -> None:
-        """Raises `InvalidArgumentError` if `chain_after` is neither None nor a key."""
-        if chain_after is not None and len(chain_after) != KEY_BYTES:
-            raise InvalidArgumentError(
-                f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"
-            )

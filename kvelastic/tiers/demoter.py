@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from kvelastic import _vmm
 from kvelastic.errors import KvelasticError
-from kvelastic.tiers.base import NO_KEY, each_key
+from kvelastic.tiers.base import each_key
 from kvelastic.tiers.costs import averaged
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.graph import demote_graph
@@ -83,7 +83,7 @@ class Demoter:
         *,
         record_bytes: int,
         tiers: Callable[[], Sequence[int]],
-        parents: Callable[[bytes], list[bytes]] | None = None,
+        parents: Callable[[bytes], list[bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tiers` returns the tiers that accept blocks now, nearest first.
@@ -295,7 +295,7 @@ class Demoter:
         Returns the index into `ids` of each item, and the run.
         """
         own = each_key(keys)
-        parents = self._parents(keys) if self._parents is not None else [NO_KEY] * len(ids)
+        parents = self._parents(keys)
         order = in_order(own, parents)
 
         def confirm() -> list[bool]:
@@ -307,7 +307,7 @@ class Demoter:
             demote_graph(len(ids), tiers=tiers, batch=batch),
             b"".join(own[place] for place in order),
             [ids[place] for place in order],
-            parents=None if self._parents is None else [parents[place] for place in order],
+            parents=[parents[place] for place in order],
             confirm=confirm,
         )
         run = self._executor.submit(transfer, priority)

@@ -39,8 +39,8 @@ STUCK_S = 10.0
 _LOOK_S = 0.25
 """Interval at which a thread that waits for a run checks for stalled stores."""
 
-Measured = Callable[[Kind, int, int, float], None]
-"""Called after each successful call, with kind, tier, blocks and seconds. Must be short."""
+Loaded = Callable[[int, int, float], None]
+"""Called after each successful read, with tier, blocks and seconds. Must be short."""
 
 
 class BlockCopies(Protocol):
@@ -84,7 +84,7 @@ class Executor:
         stores: Sequence[Store],
         *,
         clock: Callable[[], float] = time.monotonic,
-        measured: Measured | None = None,
+        loaded: Loaded = lambda *_: None,
     ) -> None:
         """Starts the threads. `stores` are nearest first.
 
@@ -94,7 +94,7 @@ class Executor:
         self._copies = copies
         self._memory = memory
         self._clock = clock
-        self._measured = measured
+        self._loaded = loaded
         self._changed = threading.Condition()
         self._serial = 0
         self._runs: set[Run] = set()
@@ -432,31 +432,18 @@ class Executor:
     def _work(self, worker: _Worker) -> None:
         while True:
             with self._changed:
-                job = self._next(worker)
-                while job is None:
-                    if self._is_closing:
-                        break
+                while (job := self._next(worker)) is None and not self._is_closing:
                     self._changed.wait()
-                    job = self._next(worker)
                 if job is None:
                     break
                 run, index = job
                 operation = run.transfer.graph.operations[index]
                 run.states.start(index)
                 items = run.items_for(operation)
-                batch = run.batches[operation.batch]
-                if items:
-                    batch.calls += 1
-                    worker.running = job
-                    worker.began_s = self._clock()
-                else:
-                    # No item remains, because predecessors failed or already did the work.
-                    self._enqueue(run, self._end(run, index, State.CANCELLED))
-                    callbacks = self._settle(run)
-            if items:
-                self._call(worker, run, index, items)
-            else:
-                run.call(callbacks)
+                run.batches[operation.batch].calls += 1
+                worker.running = job
+                worker.began_s = self._clock()
+            self._call(worker, run, index, items)
         if worker.store is not None:
             try:
                 worker.store.close()
@@ -487,8 +474,8 @@ class Executor:
                 len(items),
             )
         took_s = time.perf_counter() - began_s
-        if went_well and self._measured is not None:
-            self._measured(operation.kind, operation.tier, len(items), took_s)
+        if went_well and operation.kind is Kind.GET:
+            self._loaded(operation.tier, len(items), took_s)
         with self._changed:
             worker.running = None
             worker.is_given_up = False

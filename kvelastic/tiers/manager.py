@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
@@ -38,7 +38,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.costs import Costs
 from kvelastic.tiers.demoter import Demoter
 from kvelastic.tiers.executor import Executor
-from kvelastic.tiers.graph import NO_TIER, Graph, Kind, load_graph
+from kvelastic.tiers.graph import NO_TIER, Graph, load_graph
 from kvelastic.tiers.lineage import Lineage
 from kvelastic.tiers.load import Load
 from kvelastic.tiers.lookup import Lookup, Segment
@@ -69,13 +69,6 @@ _LOOK_S = 0.25
 """Interval at which a waiting call checks whether the tier has stalled."""
 
 _T = TypeVar("_T")
-
-
-class Observer(Protocol):
-    """An object that uses the tiers and must be closed before they are."""
-
-    def close(self) -> None:
-        """Stop using the tiers. Idempotent."""
 
 
 class Tiers:
@@ -126,12 +119,13 @@ class Tiers:
         """Incremented on each erasure. A record read in an earlier epoch no longer counts as a copy
         of its block."""
         self._is_closed = False
-        self._observers: list[Observer] = []
+        self._users: list[Callable[[], None]] = []
+        """The `close` of each object that uses the tiers."""
         self._callers = [Workers("kvelastic-ask", CALLS_AT_ONCE) for _ in stores]
         """For each tier, the threads of `_in_stores`."""
         for store in stores:
             store.enter(namespace)
-        self._executor = Executor(blocks, staging, stores, clock=clock, measured=self._measure)
+        self._executor = Executor(blocks, staging, stores, clock=clock, loaded=self._costs.loaded)
         self._behind = WriteBehind(
             self._executor, tiers=self._tiers_that_take, capacity=self._nearest_capacity
         )
@@ -441,10 +435,6 @@ class Tiers:
         limit_bytes = nearest.capacity().limit_bytes
         return None if limit_bytes is None else limit_bytes // self._staging.record_bytes
 
-    def _measure(self, kind: Kind, tier: int, blocks: int, seconds: float) -> None:
-        if kind is Kind.GET:
-            self._costs.loaded(tier, blocks, seconds)
-
     @property
     def stuck_tiers(self) -> list[int]:
         """Indices of the tiers that are bypassed because a call to the store hangs."""
@@ -482,9 +472,9 @@ class Tiers:
         """The rules for demotion."""
         return self._rules
 
-    def attach(self, observer: Observer) -> None:
-        """Register an observer. `close` closes it before the tiers."""
-        self._observers.append(observer)
+    def attach(self, close: Callable[[], None]) -> None:
+        """Register the `close` of an object that uses the tiers. It is called before they close."""
+        self._users.append(close)
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until no transfer is open and no copy to a farther tier is pending.
@@ -528,8 +518,8 @@ class Tiers:
                 return []
             self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        for observer in self._observers:
-            observer.close()
+        for close in self._users:
+            close()
         left = [] if self._behind.close(timeout_s) else ["copies to farther tiers"]
         left += [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)

@@ -74,7 +74,7 @@ def open_tiers(
     identified = [store for store in stores if isinstance(store, (IdentifiedStore, PeerStore))]
     if weights is not None and identified:
         identification = Identification(weights, identified, HashCache(default_folder()))
-        tiers.attach(identification)
+        tiers.attach(identification.close)
         identification.begin()
     show(tiers, pool.segment.control_block.read_header()["uuid"])
     return tiers

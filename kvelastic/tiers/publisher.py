@@ -60,7 +60,7 @@ def show(tiers: Tiers, uuid: bytes) -> Publisher | None:
     except KvelasticError as error:
         _log.warning("kvctl tiers will not see the tiers of this instance: %s", error)
         return None
-    tiers.attach(publisher)
+    tiers.attach(publisher.close)
     return publisher
 
 

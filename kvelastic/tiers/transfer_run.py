@@ -123,13 +123,6 @@ class Run:
         with self._changed:
             return self.states.is_complete
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all operations have ended, including those that are not awaited."""
-        self._executor.look()
-        with self._changed:
-            return self.states.is_over
-
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the run is complete, for at most `timeout_s`. Returns whether it is."""
         return self._executor.wait(timeout_s, lambda: self.states.is_complete)

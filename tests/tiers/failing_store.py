@@ -56,8 +56,7 @@ class FailingStore(Store):
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
         """Puts those whose write works; a chain goes on behind one that did not."""
-        count = self._count_of(keys, records)
-        self._check_chain(chain_after)
+        count = self._count_of(keys, records, chain_after)
         there = self.inner.has(keys)
         works = [there[at] or self._works() for at in range(count)]
         stored = [False] * count

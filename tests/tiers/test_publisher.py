@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 from waiting import DEADLINE_S, wait_until
@@ -55,10 +54,10 @@ class Tiers:
 
     def __init__(self) -> None:
         self.stores = (Store("host", 1), Store("disk", 2))
-        self.observers: list[Any] = []
+        self.users: list[Callable[[], None]] = []
 
-    def attach(self, observer: Any) -> None:
-        self.observers.append(observer)
+    def attach(self, close: Callable[[], None]) -> None:
+        self.users.append(close)
 
     def check_integrity(self) -> None:
         pass
@@ -88,16 +87,16 @@ def tiers(info: SegmentInfo) -> Iterator[Tiers]:
     yield tiers
     for store in tiers.stores:
         store.may_answer.set()
-    for observer in tiers.observers:
-        observer.close()
-        observer.close()
+    for close in tiers.users:
+        close()
+        close()
     assert not (SHM_DIR / tier_status_name(info.header["uuid"])).exists()
 
 
 def publisher_of(tiers: Tiers, info: SegmentInfo) -> Publisher:
     publisher = show(tiers, info.header["uuid"])  # type: ignore[arg-type]
     assert publisher is not None
-    assert tiers.observers == [publisher]
+    assert tiers.users == [publisher.close]
     return publisher
 
 

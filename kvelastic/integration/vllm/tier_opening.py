@@ -70,5 +70,5 @@ def open_for(
         peers.close()
         raise
     assert tiers is not None
-    tiers.attach(peers)
+    tiers.attach(peers.close)
     return tiers, peers

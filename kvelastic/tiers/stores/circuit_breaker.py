@@ -13,17 +13,14 @@ MOST_S: Final = 60.0
 class CircuitBreaker:
     """The circuit breaker for one kind of call to one medium. Thread-safe.
 
-    After each failure in a row, the backoff doubles, from `first_s` up to `most_s`. So a medium
+    After each failure in a row, the backoff doubles, from `FIRST_S` up to `most_s`. So a medium
     that works again is used after at most `most_s`. `clock` must return monotonic seconds.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], first_s: float = FIRST_S, most_s: float = MOST_S
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], most_s: float = MOST_S) -> None:
         self._clock = clock
-        self._first_s = first_s
         self._most_s = most_s
-        self._next_s = first_s
+        self._next_s = FIRST_S
         self._until_s = float("-inf")
         self._lock = threading.Lock()
         self.problem = ""
@@ -47,4 +44,4 @@ class CircuitBreaker:
         with self._lock:
             self.problem = ""
             self._until_s = float("-inf")
-            self._next_s = self._first_s
+            self._next_s = FIRST_S

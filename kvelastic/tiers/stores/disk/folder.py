@@ -173,12 +173,11 @@ class Folder:
         except OSError:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock_within(fd, 0.0)
         except OSError:
             return False
         finally:
             os.close(fd)
-        return True
 
 
 @contextmanager

@@ -149,8 +149,7 @@ class DiskStore(DiskState):
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
         """Store records and return for each key whether it is present. Blocks until written."""
-        count = self._count_of(keys, records)
-        self._count_of(chain_after or b"")
+        count = self._count_of(keys, records, chain_after)
         transfers, owner = self._begin_put(keys, count, chain_after)
         if transfers:
             stored: list[tuple[RecordTransfer, Entry]] = []

@@ -134,8 +134,7 @@ class FolderStore(Store):
 
         Sweeps go by age and ignore `chain_after`.
         """
-        count = self._count_of(keys, records)
-        self._count_of(chain_after or b"")
+        count = self._count_of(keys, records, chain_after)
         if not self._may_call():
             self._count(refused=count)
             return [False] * count

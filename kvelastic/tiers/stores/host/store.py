@@ -225,14 +225,13 @@ class HostStore(Store):
 
         Does not wait for memory: the puts allocate it.
         """
-        self._count_of(keys)
-        self._check_chain(chain_after)
+        count = self._count_of(keys, None, chain_after)
         with self._lock:
             if self._entered() is None:
                 return None
             self._blocks.follow()
             _, known = self._index.leading(keys)
-            missing = len(keys) // KEY_BYTES - known
+            missing = count - known
             if missing > self._limit_room():
                 return None  # check this before anything is displaced
             if missing:
@@ -240,9 +239,8 @@ class HostStore(Store):
             slots, displaced = self._index.claim(keys, chain_after)
             if displaced:
                 self._drop_displaced(displaced)
-            there = slots.count(THERE)
-            count = len(slots) - there - slots.count(NO_ROOM)
-            ticket = self._reservations.add(keys, slots, count)
+            new = count - slots.count(THERE) - slots.count(NO_ROOM)
+            ticket = self._reservations.add(keys, slots, new)
             if NO_ROOM in slots:
                 self._index.abandon(self._reservations.give_up(ticket))
                 return None
@@ -260,8 +258,7 @@ class HostStore(Store):
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
         """Store records and return for each key whether it is present. May map pages."""
-        count = self._count_of(keys, records)
-        self._check_chain(chain_after)
+        count = self._count_of(keys, records, chain_after)
         with self._lock:
             owner_id = self._entered()
             if owner_id is None:

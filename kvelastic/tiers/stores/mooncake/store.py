@@ -236,8 +236,7 @@ class MooncakeStore(Store):
 
         Blocks. Ignores `chain_after`.
         """
-        self._count_of(keys, records)
-        self._check_chain(chain_after)
+        self._count_of(keys, records, chain_after)
         if self._namespace is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
         of_key = dict(zip(each_key(keys), records, strict=True))

@@ -2,7 +2,7 @@
 
 peers = Peers(settings, pool, staging_slots=16, identified=True)
 open_tiers(pool, settings, namespace, peer=peers.store)          # owns the store
-tiers.attach(peers)                                              # closes the rest
+tiers.attach(peers.close)                                        # closes the rest
 """
 
 from __future__ import annotations
