@@ -28,6 +28,32 @@ _A = TypeVar("_A")
 _T = TypeVar("_T")
 
 
+class _Flag:
+    """An event that is set once. It costs one lock, and `threading.Event` a condition."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Set the flag. Call it once."""
+        self._is_set = True
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        """Return whether the flag is set."""
+        return self._is_set
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the flag is set, for at most `timeout_s`. Return whether it is."""
+        if not self._is_set:
+            timeout = -1.0 if timeout_s is None else max(0.0, timeout_s)
+            if self._lock.acquire(timeout=timeout):
+                self._lock.release()  # for the next waiter
+        return self._is_set
+
+
 class Call(Generic[_T]):
     """One call and its result. `Workers.submit` creates it."""
 
@@ -35,8 +61,8 @@ class Call(Generic[_T]):
         self._function = function
         self._turn = threading.Lock()
         """Acquired by the thread that runs the call, or by `cancel`. Never released."""
-        self.began = threading.Event()
-        self.ended = threading.Event()
+        self.began = _Flag()
+        self.ended = _Flag()
         self._value: list[_T] = []
         self._error: BaseException | None = None
 
