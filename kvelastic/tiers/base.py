@@ -40,6 +40,17 @@ def each_key(keys: bytes) -> list[bytes]:
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
+def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
+    """Return `count` of the concatenated keys, from position `at` on."""
+    return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
+
+
+def check_size(what: str, value: object, least: int = 0, most: int = 1 << 62) -> None:
+    """Raises `InvalidArgumentError` unless the value is an integer from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give {least} to {most}")
+
+
 @dataclass(frozen=True)
 class Capacity:
     """The usage and the limit of a store.
@@ -162,6 +173,8 @@ class Store(ABC):
     """Whether `has` and `hold` use a file system or a server, and so may block."""
 
     def __init__(self, record_bytes: int) -> None:
+        """Raises `InvalidArgumentError` for an invalid size."""
+        check_size("record_bytes", record_bytes, least=1)
         self.record_bytes = record_bytes
         self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
         self._counting = threading.Lock()

@@ -132,31 +132,16 @@ def load_graph(
     batches = 0
     for segment in segments:
         for items in _batches(segment.first, segment.count, batch):
-            get = len(operations)
-            operations.append(Operation(Kind.GET, items, segment.tier, batch=batches))
-            operations.append(Operation(Kind.COPY_IN, items, after=(get,), batch=batches))
+            first = len(operations)
+            steps = [(Kind.GET, segment.tier), (Kind.COPY_IN, NO_TIER)]
             if NO_TIER < promote_to < segment.tier:
-                operations.append(
-                    Operation(
-                        Kind.PUT,
-                        items,
-                        promote_to,
-                        after=(get + 1,),
-                        batch=batches,
-                        is_awaited=False,
-                    )
-                )
+                steps.append((Kind.PUT, promote_to))
                 if copies is Copies.FIRST:
-                    operations.append(
-                        Operation(
-                            Kind.DROP,
-                            items,
-                            segment.tier,
-                            after=(get + 2,),
-                            batch=batches,
-                            is_awaited=False,
-                        )
-                    )
+                    steps.append((Kind.DROP, segment.tier))
+            for at, (kind, tier) in enumerate(steps):
+                after = (first + at - 1,) if at else ()
+                awaited = kind in (Kind.GET, Kind.COPY_IN)
+                operations.append(Operation(kind, items, tier, after, batches, is_awaited=awaited))
             batches += 1
     return Graph(operations, sum(segment.count for segment in segments))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvelastic.tiers.base import KEY_BYTES, Hold, Store
+from kvelastic.tiers.base import KEY_BYTES, Hold, Store, keys_at
 from kvelastic.tiers.workers import Workers
 
 PATIENCE_S = 0.02
@@ -102,8 +102,7 @@ class Lookup:
         held: list[Segment] = []
         holds: list[Hold] = []
         for segment in self._segments(keys, may_ask):
-            end = segment.first + segment.count
-            hold = self.hold(segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES])
+            hold = self.hold(segment.tier, keys_at(keys, segment.first, segment.count))
             holds.append(hold)
             if hold.count:
                 held.append(Segment(segment.tier, segment.first, hold.count))
@@ -143,7 +142,7 @@ class Lookup:
             if len(missing) == count:
                 answers = found[tier] = self.has(tier, keys)
             else:
-                asked = b"".join(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in missing)
+                asked = b"".join(keys_at(keys, at) for at in missing)
                 answers = self.has(tier, asked)
                 for at, is_there in zip(missing, answers, strict=True):
                     row[at] = is_there

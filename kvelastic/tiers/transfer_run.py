@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.base import KEY_BYTES, keys_at
 from kvelastic.tiers.graph import Graph, Kind, Operation, State, States
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Transfer:
 
     def key(self, item: int) -> bytes:
         """Return the key of one item."""
-        return self.keys[item * KEY_BYTES : (item + 1) * KEY_BYTES]
+        return keys_at(self.keys, item)
 
     def keys_of(self, items: Sequence[int]) -> bytes:
         """Return the keys of some items, concatenated."""

@@ -23,7 +23,7 @@ from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.record_owner import Wanted, wanted_by
 
 
-@dataclass(frozen=True)
+@dataclass
 class ErasedAtRest:
     """Counts of records and files that an erasure removed or skipped."""
 
@@ -33,13 +33,6 @@ class ErasedAtRest:
     """Files of running engines, or that other users can access. They were skipped."""
     damaged_files: int = 0
     """Files without a valid header, which were removed."""
-
-    def __add__(self, other: ErasedAtRest) -> ErasedAtRest:
-        return ErasedAtRest(
-            self.records + other.records,
-            self.busy_files + other.busy_files,
-            self.damaged_files + other.damaged_files,
-        )
 
 
 def erase_at_rest(folders: Sequence[str | os.PathLike[str]], selection: Selection) -> ErasedAtRest:
@@ -54,31 +47,34 @@ def erase_at_rest(folders: Sequence[str | os.PathLike[str]], selection: Selectio
     for path in folders:
         folder = Folder(os.path.abspath(os.fspath(path)))  # noqa: PTH100
         try:
-            done += erase_left_behind(folder, selection, time.time())
+            erase_left_behind(folder, selection, time.time(), done)
         finally:
             folder.close()
     return done
 
 
-def erase_left_behind(folder: Folder, selection: Selection, now_s: float) -> ErasedAtRest:
-    """Erase as `erase_at_rest` does, in one open folder. Takes the folder's lock."""
+def erase_left_behind(
+    folder: Folder, selection: Selection, now_s: float, done: ErasedAtRest
+) -> None:
+    """Erase as `erase_at_rest` does, in one open folder; add the counts to `done`.
+
+    Takes the folder's lock.
+    """
     wanted = wanted_by(selection, now_s)
-    done = ErasedAtRest()
     with folder.locked():
         whole, others = folder.take_over()
-        busy = len(folder.record_files()) - len(whole) - len(others)
+        done.busy_files += len(folder.record_files()) - len(whole) - len(others)
         for file in whole:
             try:
-                done += ErasedAtRest(_erase(file, wanted))
+                done.records += _erase(file, wanted)
             finally:
                 file.close()
         for name in others:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder.fd)
-                done += ErasedAtRest(damaged_files=1)
+                done.damaged_files += 1
         if others:
             os.fsync(folder.fd)
-    return done + ErasedAtRest(busy_files=busy)
 
 
 def _erase(file: DataFile, wanted: Wanted) -> int:

@@ -118,11 +118,6 @@ class DataFile:
         return os.fstat(self._fd).st_nlink == 0
 
     @property
-    def size_bytes(self) -> int:
-        """Current length of the file."""
-        return os.fstat(self._fd).st_size
-
-    @property
     def held_bytes(self) -> int:
         """Bytes the file may take of its file system. See the function `held_bytes`."""
         return held_bytes(os.fstat(self._fd))
@@ -150,7 +145,7 @@ class DataFile:
     def whole_slots(self) -> int:
         """Slots whose records lie within the file. Fewer than all if the file was truncated."""
         geometry = self.geometry
-        reach = self.size_bytes - geometry.data_offset - geometry.record_bytes
+        reach = os.fstat(self._fd).st_size - geometry.data_offset - geometry.record_bytes
         return min(geometry.slots, max(0, reach // geometry.stride_bytes + 1))
 
     def write_entry(self, slot: int, entry: Entry) -> None:

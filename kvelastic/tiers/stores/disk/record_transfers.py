@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.format import Entry
 from kvelastic.tiers.stores.record_owner import Owner
@@ -71,8 +71,3 @@ def _call(way: Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryv
         [views[transfer.at] for transfer in transfers],
         b"".join(transfer.key for transfer in transfers),
     )
-
-
-def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
-    """Return `count` keys from position `at`."""
-    return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]

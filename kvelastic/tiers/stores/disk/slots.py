@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.base import KEY_BYTES, keys_at
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.format import Entry
 from kvelastic.tiers.stores.record_owner import Owner
@@ -114,8 +114,7 @@ class SlotTable:
         numbers = [self._number_of(_owner(raw)) for raw in known]
         fields = zip(slots, checksums, times_ns, owners, strict=True)
         for at, (slot, checksum, stored_ns, owner) in enumerate(fields):
-            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-            self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
+            self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = keys_at(keys, at)
             self._checksums[slot] = checksum
             self._stored_ns[slot] = stored_ns
             self._owners[slot] = numbers[owner]

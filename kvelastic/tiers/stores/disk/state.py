@@ -14,7 +14,7 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tier_list import reason_of
 from kvelastic.tiers.base import Selection, Store, StoreStatistics, Unerased, each_key
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
-from kvelastic.tiers.stores.disk.erase import erase_left_behind
+from kvelastic.tiers.stores.disk.erase import ErasedAtRest, erase_left_behind
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
 from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.disk.passing_lock import PassingLock
@@ -240,21 +240,22 @@ class DiskState(Store):
 
     def _erase_left_behind(self, selection: Selection, now_s: float) -> int:
         """Erase records in files of exited engines. The caller holds the lock."""
-        erased = others = 0
+        done = ErasedAtRest()
+        others = 0
         unreached = []
         for folder in self._folders if not self._closed else []:
             own = sum(file.folder == folder.fd for file in self._table.files())
+            busy = done.busy_files
             unreached.append(folder.path)
             with self._medium(self._writes):
-                done = erase_left_behind(folder, selection, now_s)
+                erase_left_behind(folder, selection, now_s, done)
                 unreached.pop()
-                erased += done.records + done.damaged_files
-                others += max(0, done.busy_files - own)
+                others += max(0, done.busy_files - busy - own)
         self._unerased = Unerased(
             failed=f"{', '.join(unreached)} could not be looked at" if unreached else "",
             elsewhere=f"{others} files of other engines were left" if others else "",
         )
-        return erased
+        return done.records + done.damaged_files
 
     def unerased(self) -> Unerased:
         """Return what could not be erased.

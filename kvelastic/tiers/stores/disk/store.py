@@ -33,16 +33,11 @@ from typing import Final, Literal
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.base import (
-    NO_KEY,
-    Capacity,
-    Hold,
-    Selection,
-)
+from kvelastic.tiers.base import NO_KEY, Capacity, Hold, Selection, check_size, keys_at
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.disk.file import map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
-from kvelastic.tiers.stores.disk.record_transfers import RecordTransfer, carry, keys_at
+from kvelastic.tiers.stores.disk.record_transfers import RecordTransfer, carry
 from kvelastic.tiers.stores.disk.state import DiskState
 from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
 from kvelastic.units import format_size
@@ -88,11 +83,8 @@ class DiskStore(DiskState):
         is accessible to other users or a size is invalid, and `DeviceUnavailableError` if io_uring
         is requested but unavailable.
         """
-        if not 0 < record_bytes <= MAX_RECORD_BYTES:
-            raise InvalidArgumentError(
-                f"records of {record_bytes} bytes; give 1 to {MAX_RECORD_BYTES}"
-            )
-        _check_limit(limit_bytes)
+        check_size("record_bytes", record_bytes, 1, MAX_RECORD_BYTES)
+        check_size("limit_bytes", limit_bytes)
         if not folders:
             raise InvalidArgumentError("a disk store without folders; give one or more")
         self._wall_clock = wall_clock
@@ -240,7 +232,7 @@ class DiskStore(DiskState):
 
     def set_limit(self, limit_bytes: int) -> None:
         """Set the limit; freed space is punched out of files, or whole files are removed."""
-        _check_limit(limit_bytes)
+        check_size("limit_bytes", limit_bytes)
         with self._changed:
             if self._closed:
                 return
@@ -402,11 +394,6 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _check_limit(limit_bytes: int) -> None:
-    if not 0 <= limit_bytes < 1 << 62:
-        raise InvalidArgumentError(f"a limit of {limit_bytes} bytes; give 0 or more")
 
 
 def _with_so_many_new(keys: bytes, there: Sequence[bool], granted: int) -> bytes:

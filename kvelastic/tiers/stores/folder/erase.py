@@ -31,23 +31,15 @@ def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
     problems: list[OSError] = []
     for shard in folder_format.shards(root):
         with _noting(problems), folder_format.opened_shard(root, shard) as fd:
-            here = _erase_in(fd, shard, wanted, problems)
-            removed += here
-            if here:
+            here = removed
+            for name in os.listdir(fd):  # noqa: PTH208  (a descriptor)
+                with _noting(problems):
+                    if folder_format.is_ours(shard, name) and _is_wanted(fd, name, wanted):
+                        os.unlink(name, dir_fd=fd)
+                        removed += 1
+            if removed > here:
                 os.fsync(fd)
     return removed, problems
-
-
-def _erase_in(shard_fd: int, shard: str, wanted: Wanted, problems: list[OSError]) -> int:
-    removed = 0
-    for name in os.listdir(shard_fd):
-        if not folder_format.is_ours(shard, name):
-            continue
-        with _noting(problems):
-            if _is_wanted(shard_fd, name, wanted):
-                os.unlink(name, dir_fd=shard_fd)
-                removed += 1
-    return removed
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from kvelastic.tiers.base import (
     Selection,
     Store,
     Unerased,
+    check_size,
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
@@ -85,10 +86,9 @@ class FolderStore(Store):
         Raises `InvalidArgumentError` if the path is a link or not a folder, if the folder is
         world-writable, or if a size is invalid.
         """
-        if record_bytes <= 0:
-            raise InvalidArgumentError(f"records of {record_bytes} bytes; give 1 or more")
-        _check_limit(limit_bytes)
         super().__init__(record_bytes)
+        if limit_bytes is not None:
+            check_size("limit_bytes", limit_bytes)
         self._path = os.path.abspath(os.fspath(path))  # noqa: PTH100
         self._limit_bytes = limit_bytes
         self._clock = clock
@@ -228,7 +228,7 @@ class FolderStore(Store):
         Raises `InvalidArgumentError` if the store was opened without a limit: other engines sweep
         then.
         """
-        _check_limit(limit_bytes)
+        check_size("limit_bytes", limit_bytes)
         if self._limit_bytes is None:
             raise InvalidArgumentError("this folder store was opened without a limit")
         with self._lock:
@@ -385,8 +385,3 @@ class FolderStore(Store):
         if self._counts["errors"] == errors:
             self._breaker.worked()
         return answers
-
-
-def _check_limit(limit_bytes: int | None) -> None:
-    if limit_bytes is not None and limit_bytes < 0:
-        raise InvalidArgumentError(f"a limit of {limit_bytes} bytes; give 0 or more")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvelastic.errors import IntegrityError
-from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.base import each_key, keys_at
 
 
 class ReservedSlot(NamedTuple):
@@ -53,8 +53,8 @@ class SlotReservations:
             return {}
         self._unpack()
         taken: dict[int, int] = {}
-        for at in range(len(keys) // KEY_BYTES):
-            reserved = self._slot_of.pop(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], None)
+        for at, key in enumerate(each_key(keys)):
+            reserved = self._slot_of.pop(key, None)
             if reserved is not None:
                 taken[at] = reserved.slot
         self.count -= len(taken)
@@ -87,6 +87,4 @@ class SlotReservations:
 
 
 def _with_slots(keys: bytes, slots: Sequence[int]) -> list[bytes]:
-    return [
-        keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, slot in enumerate(slots) if slot >= 0
-    ]
+    return [keys_at(keys, at) for at, slot in enumerate(slots) if slot >= 0]

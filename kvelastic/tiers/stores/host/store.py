@@ -41,6 +41,9 @@ from kvelastic.tiers.base import (
     Selection,
     Store,
     StoreStatistics,
+    check_size,
+    each_key,
+    keys_at,
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.blocks import HostBlocks
@@ -91,9 +94,7 @@ class HostStore(Store):
         `device.selection.host(settings)`. Raises `InvalidArgumentError` for an invalid size or
         policy, and whatever `open_pool` raises.
         """
-        _refuse_negative("limit_bytes", limit_bytes)
-        if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
-            raise InvalidArgumentError(f"record_bytes={record_bytes!r}; it must be 1 or more")
+        check_size("limit_bytes", limit_bytes)
         super().__init__(record_bytes)
         settings = load() if settings is None else settings
         device = selection.host(settings) if on is None else on
@@ -309,14 +310,14 @@ class HostStore(Store):
             with self._lock:
                 kept = new[: len(blocks)] if written else []
                 lost = new[len(kept) :]
-                self._index.abandon(b"".join(_key(keys, at) for at in lost))
+                self._index.abandon(b"".join(keys_at(keys, at) for at in lost))
                 if not written and blocks:
                     self._pool.blocks.free(blocks)
                 self._blocks.follow()
                 now_ns = time.monotonic_ns()
                 for at, block in zip(kept, blocks, strict=False):
-                    self._blocks.fill(slots[at], block, _key(keys, at), owner_id, now_ns)
-                gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
+                    self._blocks.fill(slots[at], block, keys_at(keys, at), owner_id, now_ns)
+                gone = self._index.commit(b"".join(keys_at(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased during the write
                 self._count(
                     puts=len(kept) - len(gone),
@@ -328,7 +329,7 @@ class HostStore(Store):
 
     def evict(self, count: int) -> int:
         """Displace up to `count` records by policy and return how many were displaced."""
-        _refuse_negative("count", count)
+        check_size("count", count)
         with self._lock:
             if self._closed:
                 return 0
@@ -345,7 +346,7 @@ class HostStore(Store):
                 self._count(misses=count)
                 return [False] * count
             self._blocks.follow()
-            slots = [self._index.slot_of(_key(keys, at)) for at in range(count)]
+            slots = [self._index.slot_of(key) for key in each_key(keys)]
             blocks = self._blocks.hold(slots)
             found = [block != GONE for block in blocks]
             self._busy += 1
@@ -385,8 +386,7 @@ class HostStore(Store):
         if self._closed:
             return 0
         self._blocks.follow()
-        each = [_key(keys, at) for at in range(len(keys) // KEY_BYTES)]
-        there = sum(self._index.has(b"".join(dict.fromkeys(each))))
+        there = sum(self._index.has(b"".join(dict.fromkeys(each_key(keys)))))
         self._blocks.drop([slot for _, slot in self._index.erase(keys)])
         return there
 
@@ -411,7 +411,7 @@ class HostStore(Store):
 
     def set_limit(self, limit_bytes: int) -> None:
         """Set the limit as `kvctl limit` does, but the index's policy selects the victims."""
-        _refuse_negative("limit_bytes", limit_bytes)
+        check_size("limit_bytes", limit_bytes)
         with self._limit_lock:
             self._set_limit(limit_bytes)
 
@@ -573,12 +573,3 @@ class HostStore(Store):
         memory = self._pool.memory
         assert isinstance(memory, _vmm.Range)
         return memory
-
-
-def _key(keys: bytes, at: int) -> bytes:
-    return keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-
-
-def _refuse_negative(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give bytes, 0 or more")

@@ -35,6 +35,7 @@ from kvelastic.tiers.base import (
     Selection,
     Store,
     Unerased,
+    check_size,
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
@@ -93,15 +94,10 @@ class MooncakeStore(Store):
         installation instructions if Mooncake's client cannot be imported.
         """
         check_address(address)
-        for what, value, least in (
-            ("record_bytes", record_bytes, 1),
-            ("segment_bytes", segment_bytes, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidArgumentError(f"{what}={value!r} is not accepted; least is {least}")
+        super().__init__(record_bytes)
+        check_size("segment_bytes", segment_bytes)
         if make_client is None:
             require_library()
-        super().__init__(record_bytes)
         self._stored_bytes = HEADER_BYTES + record_bytes
         self._make_client = make_client or (
             lambda: connect(address, segment_bytes, CLIENT_BUFFER_BYTES)
