@@ -199,7 +199,7 @@ class Executor:
                 )
                 # `cancel` may already have ended the operation, although its call still hangs.
                 if run.states.of(index) is State.RUNNING:
-                    self._enqueue(run, self._end(run, index, State.FAILED))
+                    self._enqueue(run, self._end(run, index))
                     settled.append((run, self._settle(run)))
                 for queue in (worker.filling, worker.others):
                     for _, _, other, waiting in queue:
@@ -232,7 +232,7 @@ class Executor:
                 operations = run.transfer.graph.operations
                 for index in run.open_operations():
                     if not operations[index].is_awaited and run.states.of(index) is State.PENDING:
-                        self._end(run, index, State.CANCELLED)
+                        self._end(run, index)
                 self._forget_if_over(run)
         return self.wait(timeout_s, lambda: not any(map(self._is_writing, self._workers)))
 
@@ -315,7 +315,7 @@ class Executor:
             if not run.items_for(operation):
                 # No item remains, because predecessors failed or already did the work. End it now:
                 # the thread may be busy with a slow store.
-                self._enqueue(run, self._end(run, index, State.CANCELLED))
+                self._enqueue(run, self._end(run, index))
                 continue
             worker = self._worker_of(operation)
             if worker.is_given_up:
@@ -331,11 +331,11 @@ class Executor:
         """Fail an operation, if it is ready, because its store hangs."""
         if run.states.is_ready(index):
             run.states.start(index)
-            self._enqueue(run, self._end(run, index, State.FAILED))
+            self._enqueue(run, self._end(run, index))
 
-    def _end(self, run: Run, index: int, state: State) -> list[int]:
+    def _end(self, run: Run, index: int) -> list[int]:
         operation = run.transfer.graph.operations[index]
-        freed = run.states.end(index, state)
+        freed = run.states.end(index)
         batch = run.batches[operation.batch]
         if operation.kind is not Kind.DROP:
             batch.open -= 1
@@ -354,11 +354,10 @@ class Executor:
         run.is_cancelled = True
         operations = run.transfer.graph.operations
         for index in run.open_operations():
-            if run.states.of(index) is State.PENDING:
-                self._end(run, index, State.CANCELLED)
-            elif operations[index].kind not in POOL_COPIES:
-                # The call continues and keeps its slots. Its result is discarded.
-                self._end(run, index, State.CANCELLED)
+            # A running call to a store continues and keeps its slots. Its result is discarded.
+            is_pending = run.states.of(index) is State.PENDING
+            if is_pending or operations[index].kind not in POOL_COPIES:
+                self._end(run, index)
         self._changed.notify_all()
 
     def _settle(self, run: Run) -> list[Callable[[Run], None]]:
@@ -423,7 +422,7 @@ class Executor:
                 continue
             for index in run.open_operations():
                 if run.states.of(index) is State.PENDING:
-                    self._end(run, index, State.CANCELLED)
+                    self._end(run, index)
             self._forget_if_over(run)
         return self.slots.free >= count
 
@@ -483,8 +482,7 @@ class Executor:
             # Otherwise the operation timed out or was cancelled, so its result is discarded.
             if run.states.of(index) is State.RUNNING:
                 self._note(run, operation, items, went_well)
-                state = State.DONE if went_well else State.FAILED
-                freed = self._end(run, index, state)
+                freed = self._end(run, index)
                 if not run.is_cancelled:
                     self._enqueue(run, freed)
             else:

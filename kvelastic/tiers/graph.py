@@ -49,16 +49,11 @@ FILLS_STAGING = (Kind.COPY_OUT, Kind.GET)
 
 
 class State(Enum):
-    """The state of an operation. DONE, FAILED and CANCELLED are final."""
+    """The state of an operation. ENDED is final: it was done, failed or was cancelled."""
 
     PENDING = "pending"
     RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Operation:
     tier: int = NO_TIER
     """Index of the store's tier; `NO_TIER` for the pool's copies."""
     after: tuple[int, ...] = ()
-    """Indices of earlier operations that must have ended before, in any final state."""
+    """Indices of earlier operations that must have ended before."""
     batch: int = 0
     """Operations of one batch share the staging slots of their items."""
     only_unstored: bool = False
@@ -217,17 +212,14 @@ class States:
             )
         self._states[index] = State.RUNNING
 
-    def end(self, index: int, state: State) -> list[int]:
-        """End an operation in a final state. Returns the operations that became ready.
+    def end(self, index: int) -> list[int]:
+        """End an operation. Returns the operations that became ready.
 
-        Raises `IntegrityError` if `state` is not final or the operation has already ended. A
-        pending operation may only end as CANCELLED.
+        Raises `IntegrityError` if the operation has already ended.
         """
-        before = self._states[index]
-        is_legal = before is State.RUNNING or (before is State.PENDING and state is State.CANCELLED)
-        if state not in ENDS or not is_legal:
-            raise IntegrityError(f"operation {index} went from {before.value} to {state.value}")
-        self._states[index] = state
+        if self._states[index] is State.ENDED:
+            raise IntegrityError(f"operation {index} ended twice")
+        self._states[index] = State.ENDED
         self._open -= 1
         self._awaited -= self.graph.operations[index].is_awaited
         freed = []
@@ -250,7 +242,7 @@ class States:
     def check_integrity(self) -> None:
         """Recount all counters. Raises `IntegrityError` that names a mismatch. Linear."""
         operations = self.graph.operations
-        ended = [state in ENDS for state in self._states]
+        ended = [state is State.ENDED for state in self._states]
         if self._open != ended.count(False):
             raise IntegrityError(f"{self._open} operations are open, and {ended.count(False)} are")
         awaited = sum(o.is_awaited and not end for o, end in zip(operations, ended, strict=True))
@@ -262,5 +254,5 @@ class States:
                 raise IntegrityError(
                     f"operation {index} waits for {self._waits_for[index]}, and {before} are open"
                 )
-            if before and self._states[index] not in (State.PENDING, State.CANCELLED):
+            if before and self._states[index] is State.RUNNING:
                 raise IntegrityError(f"operation {index} began before one that it comes after")

@@ -212,7 +212,7 @@ class Run:
         return [
             index
             for index in range(len(states.graph.operations))
-            if states.of(index) in (State.PENDING, State.RUNNING)
+            if states.of(index) is not State.ENDED
         ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.graph import ENDS, Graph, Kind, Operation, State, States
+from kvelastic.tiers.graph import Graph, Kind, Operation, States
 
 
 def get(*after: int, items: tuple[int, ...] = (0,)) -> Operation:
@@ -79,7 +79,7 @@ def test_random_completion_order_respects_dependencies(graph, dice) -> None:
             ready.remove(index)
             assert set(graph.operations[index].after) <= ended
             if dice.random() < 0.2:
-                ready |= set(states.end(index, State.CANCELLED))
+                ready |= set(states.end(index))
                 ended.add(index)
             else:
                 states.start(index)
@@ -88,7 +88,7 @@ def test_random_completion_order_respects_dependencies(graph, dice) -> None:
             index = dice.choice(sorted(running))
             running.remove(index)
             ended.add(index)
-            ready |= set(states.end(index, dice.choice([State.DONE, State.FAILED])))
+            ready |= set(states.end(index))
         awaited = {at for at, o in enumerate(graph.operations) if o.is_awaited}
         assert states.is_complete == (awaited <= ended)
         assert states.is_over == (len(ended) == len(graph.operations))
@@ -96,17 +96,13 @@ def test_random_completion_order_respects_dependencies(graph, dice) -> None:
     states.check_integrity()
 
 
-@pytest.mark.parametrize("end", sorted(ENDS, key=str))
-def test_final_state_cannot_change(end) -> None:
+def test_ended_operation_cannot_change() -> None:
     states = States(Graph([get(), get(0)], items=1))
     with pytest.raises(IntegrityError):
         states.start(1)
-    with pytest.raises(IntegrityError):
-        states.end(0, State.DONE)
     states.start(0)
-    assert states.end(0, end) == [1]
-    for again in State:
-        with pytest.raises(IntegrityError):
-            states.end(0, again)
+    assert states.end(0) == [1]
+    with pytest.raises(IntegrityError):
+        states.end(0)
     with pytest.raises(IntegrityError):
         states.start(0)
