@@ -61,6 +61,7 @@ class _Worker:
 
     def __init__(self, name: str, tier: int, store: Store | None) -> None:
         self.name = name
+        """The store's, or "out" or "in" for a direction of the pool's copies."""
         self.tier = tier
         self.store = store
         # Operations that fill staging slots have their own queue. If no slots are free, operations
@@ -100,16 +101,13 @@ class Executor:
         self._runs: set[Run] = set()
         self._is_closing = False
         self._pool_workers = {
-            Kind.COPY_OUT: _Worker("kvelastic-out", NO_TIER, None),
-            Kind.COPY_IN: _Worker("kvelastic-in", NO_TIER, None),
+            Kind.COPY_OUT: _Worker("out", NO_TIER, None),
+            Kind.COPY_IN: _Worker("in", NO_TIER, None),
         }
-        self._workers = [
-            _Worker(f"kvelastic-{store.name}"[:15], tier, store)
-            for tier, store in enumerate(stores)
-        ]
+        self._workers = [_Worker(store.name, tier, store) for tier, store in enumerate(stores)]
         for worker in self._all_workers:
             worker.thread = threading.Thread(
-                target=self._work, args=(worker,), name=worker.name, daemon=True
+                target=self._work, args=(worker,), name=f"kvelastic-{worker.name}"[:15], daemon=True
             )
             worker.thread.start()
 
@@ -193,7 +191,7 @@ class Executor:
                 _log.warning(
                     "tier %s: a %s has been stalled for %.0f s; bypassing the tier until it"
                     " completes",
-                    worker.store.name if worker.store else worker.name,
+                    worker.name,
                     run.transfer.graph.operations[index].kind.value,
                     took_s,
                 )
@@ -229,11 +227,7 @@ class Executor:
         """
         with self._changed:
             for run in list(self._runs):
-                operations = run.transfer.graph.operations
-                for index in run.open_operations():
-                    if not operations[index].is_awaited and run.states.of(index) is State.PENDING:
-                        self._end(run, index)
-                self._forget_if_over(run)
+                self._drop_unawaited(run)
         return self.wait(timeout_s, lambda: not any(map(self._is_writing, self._workers)))
 
     @staticmethod
@@ -263,7 +257,7 @@ class Executor:
             if worker.thread is not None and worker.thread is not threading.current_thread():
                 worker.thread.join(max(0.0, deadline_s - time.monotonic()))
         left = [
-            worker.store.name if worker.store else "the pool's copies"
+            worker.name if worker.store else "the pool's copies"
             for worker in self._all_workers
             if worker.thread is not None and worker.thread.is_alive()
         ]
@@ -418,13 +412,17 @@ class Executor:
         for run in sorted(self._runs, key=lambda run: -run.priority):
             if self.slots.free >= count:
                 break
-            if not run.states.is_complete:
-                continue
-            for index in run.open_operations():
-                if run.states.of(index) is State.PENDING:
-                    self._end(run, index)
-            self._forget_if_over(run)
+            if run.states.is_complete:
+                self._drop_unawaited(run)
         return self.slots.free >= count
+
+    def _drop_unawaited(self, run: Run) -> None:
+        """Cancel the pending operations of a run that are not awaited."""
+        for index in run.open_operations():
+            operation = run.transfer.graph.operations[index]
+            if not operation.is_awaited and run.states.of(index) is State.PENDING:
+                self._end(run, index)
+        self._forget_if_over(run)
 
     # --- the workers ---------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_stored_objects_are_read_again_after_reopening(
     folder: Path, engine: str, record_bytes: int
 ) -> None:
     store = open_store(folder, record_bytes, 64 * MIB, io=engine)
-    assert store.engine == engine
+    assert store._io.engine == engine
     assert put(store, range(10)) == [True] * 10
     assert put(store, range(5, 12)) == [True] * 7
     assert whole(store, range(15)) == list(range(12))

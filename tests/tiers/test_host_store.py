@@ -65,7 +65,7 @@ class Tier:
 
     def limit(self, limit_bytes: int) -> None:
         """As `kvctl limit`."""
-        answer = segment.request(self.store.instance, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
+        answer = segment.request(self.store._pool.name, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
         assert answer.state in ("applied", "shrinking")
 
 
@@ -82,7 +82,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
 
 def test_host_tier_is_shown_as_an_instance(tier: Tier) -> None:
     tier.bench.put(*range(3 * PER_PAGE))
-    with segment.open_readonly(tier.store.instance) as opened:
+    with segment.open_readonly(tier.store._pool.name) as opened:
         header = opened.control_block.read_header()
         usage = opened.control_block.read_usage()
     assert (header["engine"], header["model"]) == ("tier", "llama")
@@ -93,7 +93,7 @@ def test_host_tier_is_shown_as_an_instance(tier: Tier) -> None:
 
 def test_host_tier_name_is_unique(tier: Tier) -> None:
     with pytest.raises(SegmentExistsError):
-        HostStore(RECORD_BYTES, PAGE_BYTES, settings=tier.settings, name=tier.store.instance)
+        HostStore(RECORD_BYTES, PAGE_BYTES, settings=tier.settings, name=tier.store._pool.name)
 
 
 @pytest.mark.slow
@@ -172,13 +172,13 @@ def test_limit_set_by_kvctl_is_respected(tier: Tier) -> None:
 
 def test_sleeping_tier_is_empty_and_refuses_objects(tier: Tier) -> None:
     tier.bench.put(*range(WHOLE))
-    segment.request(tier.store.instance, asleep=True, wait_s=DEADLINE_S)
+    segment.request(tier.store._pool.name, asleep=True, wait_s=DEADLINE_S)
     assert tier.store.capacity().used_bytes == 0
     assert tier.alive() == []
     assert tier.bench.put(1, 2) == [False, False]
     assert tier.store.statistics().refused == 2
     tier.store.check_integrity()
-    segment.request(tier.store.instance, asleep=False, wait_s=DEADLINE_S)
+    segment.request(tier.store._pool.name, asleep=False, wait_s=DEADLINE_S)
     assert tier.bench.put(1, 2) == [True, True]
     assert tier.bench.get(1, 2) == [True, True]
 
@@ -339,7 +339,7 @@ def test_closed_store_holds_no_descriptors() -> None:
         store.set_limit(0)
         assert store.statistics().puts == 1
         store.check_integrity()
-        assert store.instance
+        assert store._pool.name
     finally:
         gc.enable()
 

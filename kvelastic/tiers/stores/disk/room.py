@@ -337,8 +337,7 @@ class Room:
         for slot in gone:
             self._table.clear(slot)
         for file, own in self._table.by_file(gone).items():
-            for slot in own:
-                file.clear_entry(slot)
+            file.clear_entries(own)
 
     def _release(self, slots: Iterable[int]) -> bool:
         """Release the space of parked slots; return False if the file system cannot punch holes."""

@@ -239,11 +239,6 @@ class DiskStore(DiskState):
             with self._medium(self._growth):
                 self._room.set_limit(limit_bytes)
 
-    @property
-    def engine(self) -> str:
-        """How records are read and written: io_uring, threads, or the name of a test double."""
-        return getattr(self._io, "engine", type(self._io).__name__)
-
     # --- putting ----------------------------------------------------------------------------------
 
     def _begin_put(

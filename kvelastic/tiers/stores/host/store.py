@@ -115,7 +115,6 @@ class HostStore(Store):
         self._pool = self._open(settings, device, pages, name, model)
         self._native: _vmm.Pool | None = self._pool.blocks
         """The pool's blocks; None once closed. Read without a lock."""
-        self._name = self._pool.name
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
         self._reservations = SlotReservations()
         # Lock order: _limit_lock, the pool's session, _lock, the pool's lock, the index's lock.
@@ -164,11 +163,6 @@ class HostStore(Store):
         )
         pool.start_maintenance()
         return pool
-
-    @property
-    def instance(self) -> str:
-        """Name of the pool's instance in `kvctl`."""
-        return self._name
 
     # --- records ---------------------------------------------------------------------------------
 
