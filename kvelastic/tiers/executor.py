@@ -22,7 +22,9 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from kvelastic import _vmm
@@ -100,6 +102,8 @@ class Executor:
         self._serial = 0
         self._runs: set[Run] = set()
         self._is_closing = False
+        self._due: list[Callable[[], None]] = []
+        """Callbacks of runs that have completed under the lock. See `_settling`."""
         self._pool_workers = {
             Kind.COPY_OUT: _Worker("out", NO_TIER, None),
             Kind.COPY_IN: _Worker("in", NO_TIER, None),
@@ -137,15 +141,14 @@ class Executor:
                     f" are {self.slots.count}; plan smaller batches"
                 )
         self.look()
-        with self._changed:
+        with self._settling():
             self._runs.add(run)
             ready = run.states.ready()
             if self._is_closing:
                 self._cancel(run)
             else:
                 self._enqueue(run, ready)
-            callbacks = self._settle(run)
-        run.call(callbacks)
+            self._settle(run)
         return run
 
     def wait(self, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
@@ -168,18 +171,16 @@ class Executor:
 
     def cancel(self, run: Run) -> None:
         """Cancel a run; see `Run.cancel`."""
-        with self._changed:
+        with self._settling():
             self._cancel(run)
-            callbacks = self._settle(run)
-        run.call(callbacks)
+            self._settle(run)
 
     def look(self) -> None:
         """Fail the operations of stores that hang. Never blocks.
 
         Every query about a run calls it.
         """
-        settled: list[tuple[Run, list[Callable[[Run], None]]]] = []
-        with self._changed:
+        with self._settling():
             for worker in self._workers:
                 if worker.running is None or worker.is_given_up:
                     continue
@@ -198,14 +199,12 @@ class Executor:
                 # `cancel` may already have ended the operation, although its call still hangs.
                 if run.states.of(index) is State.RUNNING:
                     self._enqueue(run, self._end(run, index))
-                    settled.append((run, self._settle(run)))
+                    self._settle(run)
                 for queue in (worker.filling, worker.others):
                     for _, _, other, waiting in queue:
                         self._refuse(other, waiting)
-                        settled.append((other, self._settle(other)))
+                        self._settle(other)
                     queue.clear()
-        for run, callbacks in settled:
-            run.call(callbacks)
 
     @property
     def stuck_tiers(self) -> list[int]:
@@ -243,15 +242,12 @@ class Executor:
         Waits at most `timeout_s` in total. Returns the names of the stores that hang; their threads
         are abandoned and keep their resources. Idempotent.
         """
-        with self._changed:
+        with self._settling():
             self._is_closing = True
-            runs = list(self._runs)
-            for run in runs:
+            for run in list(self._runs):
                 self._cancel(run)
-            settled = [(run, self._settle(run)) for run in runs]
+                self._settle(run)
             self._changed.notify_all()
-        for run, callbacks in settled:
-            run.call(callbacks)
         deadline_s = time.monotonic() + timeout_s
         for worker in self._all_workers:
             if worker.thread is not None and worker.thread is not threading.current_thread():
@@ -295,6 +291,15 @@ class Executor:
                     f"{self.slots.free} staging slots are free and {len(held)} held, of"
                     f" {self.slots.count}"
                 )
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Hold the lock, and afterwards call the callbacks of runs that completed under it."""
+        with self._changed:
+            yield
+            due, self._due = self._due, []
+        for call in due:
+            call()
 
     # --- called with the lock held -------------------------------------------------------------
 
@@ -354,16 +359,12 @@ class Executor:
                 self._end(run, index)
         self._changed.notify_all()
 
-    def _settle(self, run: Run) -> list[Callable[[Run], None]]:
-        """Update the run after an operation has ended.
-
-        Returns callbacks, which the caller must run without the lock.
-        """
+    def _settle(self, run: Run) -> None:
+        """Update the run after operations have ended. Called within `_settling`."""
         self._forget_if_over(run)
-        if not run.states.is_complete:
-            return []
-        self._changed.notify_all()
-        return run.take_callbacks()
+        if run.states.is_complete:
+            self._changed.notify_all()
+            self._due += [partial(run.call, callback) for callback in run.take_callbacks()]
 
     def _forget_if_over(self, run: Run) -> None:
         if run.states.is_over and not any(b.slots or b.calls for b in run.batches.values()):
@@ -473,7 +474,7 @@ class Executor:
         took_s = time.perf_counter() - began_s
         if went_well and operation.kind is Kind.GET:
             self._loaded(operation.tier, len(items), took_s)
-        with self._changed:
+        with self._settling():
             worker.running = None
             worker.is_given_up = False
             batch.calls -= 1
@@ -485,9 +486,8 @@ class Executor:
                     self._enqueue(run, freed)
             else:
                 self._release(batch)
-            callbacks = self._settle(run)
+            self._settle(run)
             self._changed.notify_all()
-        run.call(callbacks)
 
     def _carry_out(
         self, store: Store | None, run: Run, operation: Operation, items: list[int], batch: Batch

@@ -144,19 +144,15 @@ class Run:
             if self._callbacks is not None:
                 self._callbacks.append(callback)
                 return
-        self._call(callback)
+        self.call(callback)
 
     def take_callbacks(self) -> list[Callable[[Run], None]]:
         """Remove and return the callbacks of a complete run. Executor only, with its lock held."""
         callbacks, self._callbacks = self._callbacks or [], None
         return callbacks
 
-    def call(self, callbacks: Sequence[Callable[[Run], None]]) -> None:
-        """Call the callbacks. Executor only, without its lock."""
-        for callback in callbacks:
-            self._call(callback)
-
-    def _call(self, callback: Callable[[Run], None]) -> None:
+    def call(self, callback: Callable[[Run], None]) -> None:
+        """Call a callback. Executor only, without its lock."""
         try:
             callback(self)
         except Exception:
