@@ -40,6 +40,16 @@ def each_key(keys: bytes) -> list[bytes]:
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
+def count_of(keys: bytes) -> int:
+    """Return the number of concatenated keys. Raises `InvalidArgumentError` for a partial key."""
+    count, rest = divmod(len(keys), KEY_BYTES)
+    if rest:
+        raise InvalidArgumentError(
+            f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
+        )
+    return count
+
+
 def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
     """Return `count` of the concatenated keys, from position `at` on."""
     return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
@@ -323,11 +333,7 @@ class Store(ABC):
         Raises `InvalidArgumentError` for incomplete keys, views that do not match them, or a
         `chain_after` that is neither None nor a key.
         """
-        count, rest = divmod(len(keys), KEY_BYTES)
-        if rest:
-            raise InvalidArgumentError(
-                f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
-            )
+        count = count_of(keys)
         if chain_after is not None and len(chain_after) != KEY_BYTES:
             raise InvalidArgumentError(
                 f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"

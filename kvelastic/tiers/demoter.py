@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvelastic import _vmm
 from kvelastic.errors import KvelasticError
@@ -55,22 +54,6 @@ _BATCHES = 4
 """Batches of one writeback, so that copies overlap writes."""
 
 
-@dataclass
-class DemotionCounts:
-    """Counters of the demoter, in blocks."""
-
-    served: int = 0
-    """Cleaned for a shrinking pool that waited."""
-    ahead: int = 0
-    """Cleaned ahead of need."""
-    refused: int = 0
-    """Stored by no tier."""
-    late: int = 0
-    """Not stored because the transfer was cancelled, for example at a deadline."""
-    lost: int = 0
-    """Stored, but used, evicted or renamed during the writeback."""
-
-
 class Demoter:
     """The demotion thread of one pool. Call `start` if any tier takes records."""
 
@@ -98,7 +81,8 @@ class Demoter:
         self._tiers = tiers
         self._parents = parents
         self._clock = clock
-        self.counts = DemotionCounts()
+        self.counts = dict.fromkeys(("served", "ahead", "refused", "late", "lost"), 0)
+        """Counts of blocks, described in `BlockCounts`."""
         self._bytes_per_s: float | None = None
         self._budget_bytes = float(self._burst_bytes)
         self._budget_at_s = clock()
@@ -198,7 +182,7 @@ class Demoter:
                 # not evict blocks before the farther ones have them.
                 self._behind.wait_for_room(deadline_s - self._clock())
             begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s)
-            self.counts.served += cleaned
+            self.counts["served"] += cleaned
             left -= begun
             if begun == 0 or cleaned == 0:
                 break
@@ -228,7 +212,7 @@ class Demoter:
             # Bounded, because the thread serves no shrinking pool during this writeback.
             until_s = self._clock() + MOST_AHEAD_S
             begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, until_s)
-            self.counts.ahead += cleaned
+            self.counts["ahead"] += cleaned
             self._budget_bytes -= begun * self._record_bytes
             wanted -= begun
             if begun == 0:
@@ -259,7 +243,7 @@ class Demoter:
             # Nothing to copy, or no tier accepts blocks. End the writeback without copies, so that
             # shrinking does not wait for them.
             self._blocks.end_writeback(ticket, copied)
-            self.counts.refused += len(ids)
+            self.counts["refused"] += len(ids)
             return len(ids), 0
         began_s = self._clock()
         try:
@@ -321,10 +305,10 @@ class Demoter:
     def _count(self, run: Run, copied: Sequence[bool], clean: int) -> None:
         taken = sum(copied)
         if run.is_cancelled:
-            self.counts.late += len(copied) - taken
+            self.counts["late"] += len(copied) - taken
         else:
-            self.counts.refused += len(copied) - taken
-        self.counts.lost += taken - clean
+            self.counts["refused"] += len(copied) - taken
+        self.counts["lost"] += taken - clean
 
     # --- budget --------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A cache of SHA-256 digests of files, in a file that only this user can write.
 
     cache = HashCache(default_path())
-    cache.get(path, facts)           # 64 hex digits; None: not read before, or changed since
+    cache.get({path: facts})         # 64 hex digits by path; without files that changed since
     cache.put(path, facts, digest)
 
 An entry is valid while the size, mtime, ctime and inode of the file stay the same. The kernel sets
@@ -73,11 +73,7 @@ class HashCache:
         """Uses the cache in `folder`, which `put` creates. None: no cache."""
         self._folder = folder
 
-    def get(self, path: str, facts: FileFacts) -> str | None:
-        """Return the digest of a file with these facts, or None if it is not cached."""
-        return self.get_all({path: facts}).get(path)
-
-    def get_all(self, files: dict[str, FileFacts]) -> dict[str, str]:
+    def get(self, files: dict[str, FileFacts]) -> dict[str, str]:
         """Return the cached digests, by path."""
         folder = self._open(make=False)
         if folder is None:

@@ -83,15 +83,6 @@ class Lookup:
         except TimeoutError:
             return [False] * (len(keys) // KEY_BYTES)
 
-    def hold(self, tier: int, keys: bytes) -> Hold:
-        """Return a hold of keys that were just found.
-
-        If the store uses a file system or a server, the hold protects nothing.
-        """
-        if tier in self._workers:
-            return Hold(len(keys) // KEY_BYTES)
-        return self._stores[tier].hold(keys)
-
     def hold_leading(
         self, keys: bytes, may_ask: Callable[[int], bool]
     ) -> tuple[list[Segment], list[Hold]]:
@@ -102,7 +93,10 @@ class Lookup:
         held: list[Segment] = []
         holds: list[Hold] = []
         for segment in self._segments(keys, may_ask):
-            hold = self.hold(segment.tier, keys_at(keys, segment.first, segment.count))
+            found = keys_at(keys, segment.first, segment.count)
+            # A store that uses a file system or a server protects nothing, so it is not asked.
+            is_asked = segment.tier in self._workers
+            hold = Hold(segment.count) if is_asked else self._stores[segment.tier].hold(found)
             holds.append(hold)
             if hold.count:
                 held.append(Segment(segment.tier, segment.first, hold.count))

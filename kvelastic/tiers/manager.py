@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ from kvelastic.tiers.base import (
     NO_KEY,
     Selection,
     Store,
+    count_of,
 )
 from kvelastic.tiers.costs import Costs
 from kvelastic.tiers.demoter import Demoter
@@ -166,11 +167,7 @@ class Tiers:
         if it is stalled or if computing the blocks is faster. Raises `InvalidArgumentError` if the
         length of `keys` is not a multiple of `KEY_BYTES`.
         """
-        count, rest = divmod(len(keys), KEY_BYTES)
-        if rest:
-            raise InvalidArgumentError(
-                f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
-            )
+        count = count_of(keys)
         self._lineage.note(keys, chain_after)
         with self._lock:
             epoch = self._epoch
@@ -457,7 +454,7 @@ class Tiers:
                 unmatched=self._unmatched,
                 loaded=self._loaded,
                 missed=self._missed,
-                **asdict(self._demoter.counts),
+                **self._demoter.counts,
                 demoted=pool["blocks_demoted"],
                 dropped=pool["blocks_dropped"],
             )

@@ -55,12 +55,10 @@ class StagingSlots:
     def give_back(self, slots: Sequence[int]) -> None:
         """Release slots. Raises `IntegrityError`, and releases none, if one was not taken."""
         with self._changed:
-            for slot in slots:
-                if not 0 <= slot < self.count or self._is_free[slot]:
-                    raise IntegrityError(f"staging slot {slot} was given back and not taken")
-            if len(set(slots)) != len(slots):
+            are_taken = all(0 <= slot < self.count and not self._is_free[slot] for slot in slots)
+            if not are_taken or len(set(slots)) != len(slots):
                 raise IntegrityError(
-                    f"staging slots {list(slots)} were given back, one of them twice"
+                    f"staging slots {list(slots)} were given back; some were not taken, or twice"
                 )
             for slot in slots:
                 self._is_free[slot] = 1

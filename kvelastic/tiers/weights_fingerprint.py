@@ -109,7 +109,7 @@ class WeightFiles:
         Raises `WeightsError` if a file has changed since `at`, and `OSError` for errors of the file
         system.
         """
-        found = cache.get_all({self._path_of(name): facts for name, facts in self.files.items()})
+        found = cache.get({self._path_of(name): facts for name, facts in self.files.items()})
         if len(found) < len(self.files):
             return None
         return self._combined({name: found[self._path_of(name)] for name in self.files})
@@ -132,8 +132,8 @@ class WeightFiles:
         self, name: str, cache: HashCache | None, is_cancelled: Callable[[], bool]
     ) -> str:
         path, facts = self._path_of(name), self.files[name]
-        if cache is not None and (found := cache.get(path, facts)) is not None:
-            return found
+        if cache is not None and (found := cache.get({path: facts})):
+            return found[path]
         began_ns = time.time_ns()
         digest = _hash(path, is_cancelled)
         if _facts_of(Path(path)) != facts:

@@ -62,8 +62,8 @@ def erase_left_behind(
     """
     wanted = wanted_by(selection, now_s)
     with folder.locked():
-        whole, others = folder.take_over()
-        done.busy_files += len(folder.record_files()) - len(whole) - len(others)
+        whole, others, busy = folder.take_over()
+        done.busy_files += busy
         for file in whole:
             try:
                 done.records += _erase(file, wanted)

@@ -76,25 +76,22 @@ class Folder:
         """
         return sum(held_bytes(state) for state in self._states("").values())
 
-    def record_files(self) -> list[str]:
-        """Return the names of the record files."""
-        return list(self._states(SUFFIX))
-
-    def take_over(self) -> tuple[list[DataFile], list[str]]:
+    def take_over(self) -> tuple[list[DataFile], list[str], int]:
         """Take over files of exited writers.
 
-        Return the valid files and the names of invalid ones.
+        Return the valid files, the names of invalid ones, and the number of files left alone.
         """
         whole = []
         others = []
-        for name in self._states(SUFFIX):
+        names = self._states(SUFFIX)
+        for name in names:
             with suppress(OSError):
                 file = DataFile.take_over(self.fd, name)
                 if file is not None:
                     whole.append(file)
                 elif self._is_free(name):
                     others.append(name)
-        return whole, others
+        return whole, others, len(names) - len(whole) - len(others)
 
     def remove_oldest(self, names: list[str]) -> bool:
         """Remove the least recently written file in `names`; return whether one was removed.

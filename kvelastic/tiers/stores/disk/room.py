@@ -178,7 +178,7 @@ class Room:
         """
         begun = []
         for folder in self._folders:
-            whole, others = folder.take_over()
+            whole, others, _ = folder.take_over()
             for file in whole:
                 if file.geometry.record_bytes == self._record_bytes:
                     begun.append(file)

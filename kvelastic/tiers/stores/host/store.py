@@ -262,7 +262,10 @@ class HostStore(Store):
             self._busy += 1
         try:
             missing = count - sum(self._index.has(keys))
-            self._get_memory(missing)
+            try:
+                self._pool.blocks.ensure(missing)  # maps pages if memory is available
+            except KvelasticError:
+                self._count(errors=1)
             with self._lock:
                 self._blocks.follow()
                 self._make_room(missing, self._pool.blocks.available_mapped())
@@ -448,16 +451,6 @@ class HostStore(Store):
         except KvelasticError:
             self._count(errors=1)
 
-    def _limit_bytes(self) -> int:
-        return int(self._pool.blocks.limit_state()["effective_limit_bytes"])
-
-    def _get_memory(self, count: int) -> None:
-        """Map pages for `count` records if memory is available. Counts an error of the driver."""
-        try:
-            self._pool.blocks.ensure(count)
-        except KvelasticError:
-            self._count(errors=1)
-
     def _make_room(self, count: int, available: int) -> None:
         """Give the index as many free slots as there are free blocks, at most `count`.
 
@@ -477,7 +470,8 @@ class HostStore(Store):
     def _limit_room(self, limit_bytes: int | None = None) -> int:
         """Return the number of records within a limit; None: the pool's current limit."""
         if limit_bytes is None:
-            limit_bytes = 0 if self._sleeps_for_limit else self._limit_bytes()
+            pool_limit_bytes = int(self._pool.blocks.limit_state()["effective_limit_bytes"])
+            limit_bytes = 0 if self._sleeps_for_limit else pool_limit_bytes
         pages = min(limit_bytes // self._layout.page_bytes, self._pool.blocks.geometry.pages)
         room = max(pages * self._layout.blocks_per_page - 1, 0)  # one is the null block
         return room if self._max_records is None else min(room, self._max_records)
