@@ -400,7 +400,7 @@ def test_invalid_transfer_is_rejected(world) -> None:
 def test_empty_transfer_is_complete_at_once(world) -> None:
     run = world.executor.submit(Transfer(load_graph([], batch=1), b"", []), Priority.LOAD)
     assert run.is_complete
-    assert run.is_over
+    assert run.states.is_over
 
 
 def test_threads_load_and_demote_concurrently(world) -> None:

@@ -29,8 +29,7 @@ from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.publisher import show
-from kvelastic.tiers.stores.disk.file import DataFile
-from kvelastic.tiers.stores.disk.record_transfers import Answers
+from kvelastic.tiers.stores.disk.file import Answers, DataFile
 from kvelastic.tiers.stores.disk.store import DiskStore
 
 OPERATORS = 20

@@ -1,4 +1,4 @@
-"""One file of the disk tier: creation, takeover after the writer's death, entries and space.
+"""One file of the disk tier: creation, takeover after the writer's death, entries, space, records.
 
 The process that writes a file holds flock() on it. The kernel releases it when the process ends.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from kvelastic import _vmm
+from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.owned_files import open_file
 from kvelastic.tiers.stores.disk.format import (
     EMPTY_ENTRY,
@@ -28,6 +30,11 @@ from kvelastic.tiers.stores.disk.format import (
 
 SUFFIX: Final = ".kv"
 _RangeCall = Callable[[int, int, int], int]
+
+Answers = list[tuple[int, int]]
+"""For each record: bytes moved or minus errno, and the checksum of the bytes in memory now."""
+
+_Way = Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers]
 
 
 def held_bytes(state: os.stat_result) -> int:
@@ -218,3 +225,55 @@ def _write_all(fd: int, raw: bytes, offset: int) -> None:
         if written == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         raw, offset = raw[written:], offset + written
+
+
+@dataclass(frozen=True)
+class RecordTransfer:
+    """The transfer of one record."""
+
+    at: int
+    """Position among the keys of the call."""
+    key: bytes
+    slot: int
+    """Slot number in the store."""
+    file: DataFile
+    own_slot: int
+    """Slot number in the file."""
+    checksum: int = 0
+    """For a read: the expected checksum."""
+    parent: bytes = NO_KEY
+    """For a write: key of the preceding block in the chain."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """File descriptor and offset of the record."""
+        return self.file.record_fd, self.file.geometry.record_offset(self.own_slot)
+
+
+def carry(way: _Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryview]) -> Answers:
+    """Read or write the records; `views` is indexed by `RecordTransfer.at`. Blocks.
+
+    If a file system accepted O_DIRECT but refuses the I/O, the transfer is repeated through the
+    page cache, and the file uses the page cache from then on.
+    """
+    answers = _call(way, transfers, views)
+    refused = [
+        i
+        for i, (moved, _) in enumerate(answers)
+        if moved == -errno.EINVAL and transfers[i].file.is_direct
+    ]
+    for i in refused:
+        transfers[i].file.use_page_cache()
+    if refused:
+        again = _call(way, [transfers[i] for i in refused], views)
+        for i, answer in zip(refused, again, strict=True):
+            answers[i] = answer
+    return answers
+
+
+def _call(way: _Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryview]) -> Answers:
+    return way(
+        [transfer.place for transfer in transfers],
+        [views[transfer.at] for transfer in transfers],
+        b"".join(transfer.key for transfer in transfers),
+    )

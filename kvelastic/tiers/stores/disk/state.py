@@ -15,10 +15,10 @@ from kvelastic.tier_list import reason_of
 from kvelastic.tiers.base import Selection, Store, StoreStatistics, Unerased, each_key
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.disk.erase import ErasedAtRest, erase_left_behind
+from kvelastic.tiers.stores.disk.file import Answers
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
 from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.disk.passing_lock import PassingLock
-from kvelastic.tiers.stores.disk.record_transfers import Answers
 from kvelastic.tiers.stores.disk.room import Room
 from kvelastic.tiers.stores.disk.slots import SlotTable
 from kvelastic.tiers.stores.disk.write_budget import WriteBudget

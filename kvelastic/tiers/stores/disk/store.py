@@ -35,9 +35,8 @@ from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY, Capacity, Hold, Selection, check_size, keys_at
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.stores.disk.file import map_bytes, room_for
+from kvelastic.tiers.stores.disk.file import RecordTransfer, carry, map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
-from kvelastic.tiers.stores.disk.record_transfers import RecordTransfer, carry
 from kvelastic.tiers.stores.disk.state import DiskState
 from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
 from kvelastic.units import format_size
@@ -307,7 +306,15 @@ class DiskStore(DiskState):
         for transfer, (moved, checksum) in zip(transfers, results, strict=True):
             if moved != self.record_bytes:
                 continue
-            entry = transfer.entry(owner, self.record_bytes, stored_ns, checksum)
+            entry = Entry(
+                transfer.key,
+                transfer.parent,
+                owner,
+                self.record_bytes,
+                stored_ns,
+                checksum,
+                transfer.at,
+            )
             try:
                 transfer.file.write_entry(transfer.own_slot, entry)
             except OSError as error:
