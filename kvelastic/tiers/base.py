@@ -55,10 +55,10 @@ def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
     return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
 
 
-def check_size(what: str, value: object, least: int = 0, most: int = 1 << 62) -> None:
-    """Raises `InvalidArgumentError` unless the value is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give {least} to {most}")
+def check_size(what: str, value: object, least: int = 0) -> None:
+    """Raises `InvalidArgumentError` unless the value is an integer from `least` up to 2**62."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
+        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give {least} or more")
 
 
 @dataclass(frozen=True)

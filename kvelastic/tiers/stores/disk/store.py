@@ -82,7 +82,10 @@ class DiskStore(DiskState):
         is accessible to other users or a size is invalid, and `DeviceUnavailableError` if io_uring
         is requested but unavailable.
         """
-        check_size("record_bytes", record_bytes, 1, MAX_RECORD_BYTES)
+        if not 0 < record_bytes <= MAX_RECORD_BYTES:
+            raise InvalidArgumentError(
+                f"records of {record_bytes} bytes; give 1 to {MAX_RECORD_BYTES}"
+            )
         check_size("limit_bytes", limit_bytes)
         if not folders:
             raise InvalidArgumentError("a disk store without folders; give one or more")
