@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.units import MAX_SIZE_BYTES
 
 KEY_BYTES = 16
 NO_KEY = bytes(KEY_BYTES)
@@ -55,10 +56,10 @@ def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
     return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
 
 
-def check_size(what: str, value: object, least: int = 0) -> None:
-    """Raises `InvalidArgumentError` unless the value is an integer from `least` up to 2**62."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
-        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give {least} or more")
+def check_size(what: str, value: object, least: int = 0, most: int = MAX_SIZE_BYTES) -> None:
+    """Raises `InvalidArgumentError` unless the value is an integer from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidArgumentError(f"{what}={value!r} is not accepted; give {least} to {most}")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from kvelastic.units import format_size
 _log = logging.getLogger("kvelastic")
 
 MAX_RECORD_BYTES: Final = 1 << 32
+MAX_LIMIT_BYTES: Final = (1 << 62) - 1
 DEPTH: Final = 32
 """Maximum number of records of one call that are in flight at once."""
 
@@ -86,7 +87,7 @@ class DiskStore(DiskState):
             raise InvalidArgumentError(
                 f"records of {record_bytes} bytes; give 1 to {MAX_RECORD_BYTES}"
             )
-        check_size("limit_bytes", limit_bytes)
+        check_size("limit_bytes", limit_bytes, most=MAX_LIMIT_BYTES)
         if not folders:
             raise InvalidArgumentError("a disk store without folders; give one or more")
         self._wall_clock = wall_clock
@@ -234,7 +235,7 @@ class DiskStore(DiskState):
 
     def set_limit(self, limit_bytes: int) -> None:
         """Set the limit; freed space is punched out of files, or whole files are removed."""
-        check_size("limit_bytes", limit_bytes)
+        check_size("limit_bytes", limit_bytes, most=MAX_LIMIT_BYTES)
         with self._changed:
             if self._closed:
                 return
