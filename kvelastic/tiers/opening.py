@@ -94,11 +94,11 @@ def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
 
 def _open_store(spec: TierSpec, settings: Config, namespace: Namespace, name: str) -> Store:
     # Import late, so that one kind of tier does not need the dependencies of another.
-    record_bytes, limit_bytes = namespace.record_bytes, spec.limit_bytes
+    record_bytes = namespace.record_bytes
+    limit_bytes = spec.limit_bytes or 0  # a host or disk tier has one
     if spec.kind == "host":
         from kvelastic.tiers.stores.host.store import HostStore
 
-        assert limit_bytes is not None
         own_name = f"{name}_tier"[:64]
         return HostStore(
             record_bytes, limit_bytes, settings=settings, name=own_name, model=namespace.model
@@ -106,7 +106,6 @@ def _open_store(spec: TierSpec, settings: Config, namespace: Namespace, name: st
     if spec.kind == "disk":
         from kvelastic.tiers.stores.disk.store import DiskStore
 
-        assert limit_bytes is not None
         return DiskStore(
             spec.folders,
             record_bytes,
@@ -117,10 +116,10 @@ def _open_store(spec: TierSpec, settings: Config, namespace: Namespace, name: st
     if spec.kind == "folder":
         from kvelastic.tiers.stores.folder.store import FolderStore
 
-        return FolderStore(spec.folders[0], record_bytes, namespace, limit_bytes=limit_bytes)
+        return FolderStore(spec.folders[0], record_bytes, namespace, limit_bytes=spec.limit_bytes)
     from kvelastic.tiers.stores.mooncake.store import MooncakeStore
 
-    return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes or 0)
+    return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes)
 
 
 def rules_of(settings: Config) -> Rules:

@@ -198,17 +198,16 @@ class DiskState(Store):
     def _open_or_go_without(self, path: str, *, again: bool) -> None:
         try:
             self._open_folder(path)
+            return
         except InvalidArgumentError as error:
             if not again:
                 raise
-            self._go_without(path, OSError(errno.EPERM, str(error)))
+            failure = OSError(errno.EPERM, str(error))
         except OSError as error:
-            self._go_without(path, error)
-
-    def _go_without(self, path: str, error: OSError) -> None:
+            failure = error
         if path not in self._problems:
-            _log.warning("the disk tier goes without %s: %s", path, reason_of(error))
-        self._failed(self._opening, error, what=path)
+            _log.warning("the disk tier goes without %s: %s", path, reason_of(failure))
+        self._failed(self._opening, failure, what=path)
 
     def _open_folder(self, path: str) -> None:
         folder = Folder(path)
