@@ -40,11 +40,11 @@ class Rules:
     policy: WritePolicy = WritePolicy.WRITE_BACK
     copies: Copies = Copies.ALL
     reclaim_s: float = 0.02
-    """How long a pool that shrinks for others waits for copies. Then it drops dirty blocks."""
+    """How long a pool that shrinks for others waits for copies, before it drops dirty blocks."""
     limit_s: float = 2.0
-    """The same for a pool whose limit was lowered."""
+    """How long a pool waits for copies after its limit was lowered."""
     sleep_s: float = 30.0
-    """The same for a pool that is put to sleep."""
+    """How long a pool waits for copies before it sleeps."""
     watermark: float = 0.1
     """Fraction (0 to 1) of the pool's blocks to keep free or clean."""
     idle_after_s: float = 5.0
