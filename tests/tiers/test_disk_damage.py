@@ -18,6 +18,7 @@ from disk_records import MODEL, keys, open_store, put, whole
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, pack_entry, pack_header
 from kvelastic.tiers.stores.disk.store import DiskStore
+from kvelastic.tiers.stores.record_owner import Owner
 
 RECORD = 16 * 1024
 COUNT = 100
@@ -263,7 +264,7 @@ def test_entry_with_the_empty_key_is_invalid(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir(mode=0o700)
     geometry, file_id = Geometry(RECORD, COUNT), b"f" * 16
-    entry = Entry(NO_KEY, NO_KEY, b"n" * 16, b"m" * 16, 0, RECORD, 1, 0, 0)
+    entry = Entry(NO_KEY, NO_KEY, Owner(b"n" * 16, b"m" * 16, 0), RECORD, 1, 0, 0)
     raw = pack_header(geometry, file_id) + pack_entry(entry, file_id, 0)
     path = folder / "made.kv"
     path.write_bytes(raw.ljust(geometry.file_bytes, b"\0"))
