@@ -468,13 +468,12 @@ def _hang_in_drop(world: World) -> Run:
     [
         lambda world, run: world.executor.look(),
         lambda world, run: run.is_complete,
-        lambda world, run: run.is_over,
         lambda world, run: run.wait(0),
         lambda world, run: world.executor.drain(0),
         lambda world, run: world.executor.settle_unawaited(DEADLINE_S),
         lambda world, run: world.load([Segment(0, 0, 2)]),
     ],
-    ids=["look", "is_complete", "is_over", "wait", "drain", "settle_unawaited", "submit"],
+    ids=["look", "is_complete", "wait", "drain", "settle_unawaited", "submit"],
 )
 def test_hung_cancelled_call_is_abandoned(world, hang, look) -> None:
     """Operations that wait for the same store are refused, whichever call finds that it hangs."""
@@ -483,7 +482,7 @@ def test_hung_cancelled_call_is_abandoned(world, hang, look) -> None:
     assert world.far.hanging.wait(DEADLINE_S)
     waiting = [world.load([Segment(1, 0, 2)]), world.demote(range(30, 32), tiers=[1])]
     cancelled.cancel()
-    assert cancelled.is_over
+    assert cancelled.states.is_over
     world.clock.now_s = 1000.0
     look(world, waiting[0])
     assert world.executor.stuck_tiers == [1]
