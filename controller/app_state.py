@@ -23,10 +23,10 @@ from kvelastic.controller.http.request_log import RequestLog
 from kvelastic.controller.launch import launch_record
 from kvelastic.controller.launch.engine_process import EngineProcess, end_orphan
 from kvelastic.controller.models.engine_calls import EngineCalls
-from kvelastic.controller.models.fleet import NOT_SERVED, SHUTTING_DOWN
+from kvelastic.controller.models.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
 from kvelastic.controller.models.maintenance import MaintenanceLoop
+from kvelastic.controller.models.memory_history import MemoryHistory
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.models.swap import Swapper
 from kvelastic.controller.routing.engine_request import BoundedResponse
 from kvelastic.controller.routing.forward import Forwarder
@@ -41,8 +41,8 @@ ENGINE_KEEP_ALIVE_S = 3.0
 the engine is just closing."""
 
 
-class AppState(Serving):
-    """The application's state and its life cycle."""
+class AppState:
+    """The application's state and its life cycle. A reload replaces settings, models and keys."""
 
     def __init__(
         self,
@@ -54,8 +54,16 @@ class AppState(Serving):
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         """`source` names the configuration, in the marks of engines that are launched."""
-        super().__init__(settings, files)
+        self.settings = settings
+        self.origins = Origins(settings.server)
+        self.keys = Keys(settings.auth, self.origins)
+        self.fleet = Fleet()
+        self.files = files
         self.log = log
+        self.memory_history = MemoryHistory()
+        self.started_at = time.time()
+        self.unrouted = 0
+        """Number of requests without a served model."""
         self.swapper = Swapper(self)
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.reloads = 0
@@ -79,7 +87,7 @@ class AppState(Serving):
             timeout=aiohttp.ClientTimeout(total=None),
         )
         self.calls = EngineCalls(self.session)
-        self.forwarder = Forwarder(self, self.session, self.log)
+        self.forwarder = Forwarder(self)
         self.maintenance = MaintenanceLoop(self)
         models = [self._make(model) for model in self.settings.models]
         self.fleet.put(models)

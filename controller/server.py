@@ -41,12 +41,18 @@ _log = logging.getLogger("kvelastic.controller")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn raises captured signals again when it ends, but a clean end must return 0."""
+    """Logs where it listens, and leaves signals to `_serve`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals: `_serve` handles them."""
+        """Capture none: uvicorn raises them again when it ends, but a clean end must return 0."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve, and log the addresses: with port 0 the log is the only source."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            _log.info("listening on %s port %d", *sock.getsockname()[:2])
 
 
 def run(path: Path) -> int:
@@ -103,9 +109,7 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     gc.collect()
     gc.freeze()
     try:
-        announcer = loop.create_task(_announce(server))
         await server.serve(sockets)
-        announcer.cancel()
     finally:
         await app_state.stop()
     return 0
@@ -155,8 +159,12 @@ async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((each[0], each[4]) for each in found):
-            with _absent_passed_over():
+            try:
                 sockets.append(socket.create_server(address, family=family, backlog=backlog))
+            except OSError as error:
+                # `localhost` may have an IPv6 address on a machine without IPv6.
+                if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                    raise
     except OSError:
         for each in sockets:
             each.close()
@@ -166,19 +174,6 @@ async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
     return sockets
 
 
-@contextlib.contextmanager
-def _absent_passed_over() -> Iterator[None]:
-    """Suppress the error for an address that this machine does not have.
-
-    `localhost` may have an IPv6 address on a machine without IPv6.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
-            raise
-
-
 async def _log_listener(server: ServerSettings, error: OSError) -> None:
     found = await asyncio.to_thread(listeners, server.port)
     if error.errno == errno.EADDRINUSE and found:
@@ -186,16 +181,6 @@ async def _log_listener(server: ServerSettings, error: OSError) -> None:
     else:
         why = f"{error.strerror}; choose another server.host or server.port"
     _log.error("cannot listen on %s port %d: %s", server.host, server.port, why)
-
-
-async def _announce(server: _Server) -> None:
-    """Log the addresses when the server listens: with port 0 the log is the only source."""
-    while not server.started:
-        await asyncio.sleep(0.01)
-    for each in server.servers:
-        for sock in each.sockets:
-            host, port = sock.getsockname()[:2]
-            _log.info("listening on %s port %d", host, port)
 
 
 async def _reload(app_state: AppState) -> None:

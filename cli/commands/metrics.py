@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import signal
-import socket
-import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import click
 
@@ -96,15 +92,18 @@ def metrics_command(address: Address | None, public: bool) -> None:
 
 
 def _serve(collector: KvelasticCollector, address: Address) -> None:
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(collector)
     endings = {signal.SIGINT, signal.SIGTERM}
     # Block the signals before threads start and inherit the mask. The main thread waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     try:
-        server = metrics_server(collector, address.host, address.port)
+        server, thread = start_http_server(address.port, address.host, registry)
     except OSError as error:
         fail(f"cannot listen on {address}: {error.strerror or error}.")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    server.set_app(_only_metrics(server.get_app()))
     listening = Address(address.host, server.server_port)
     print_lines(f"Serving http://{listening}/metrics until Ctrl-C.")
     signal.sigwait(endings)
@@ -129,33 +128,6 @@ def _ledgers() -> list[LedgerInfo]:
 
 _PATH: Final = "/metrics"
 _NOT_FOUND: Final = b"Not found. The metrics are at /metrics.\n"
-
-
-class _Silent(WSGIRequestHandler):
-    """A handler without a log line per request."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Discard the message."""
-
-
-def metrics_server(collector: KvelasticCollector, host: str, port: int) -> WSGIServer:
-    """Return a server that listens on the address, with one thread per request.
-
-    `port` 0 picks a free port. Raises `OSError` for an unavailable address or an unknown host name.
-    """
-    from prometheus_client import CollectorRegistry, make_wsgi_app
-
-    registry = CollectorRegistry()
-    registry.register(collector)
-    family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-
-    class Server(ThreadingMixIn, WSGIServer):
-        daemon_threads = True
-        address_family = family
-
-    return make_server(
-        str(found[0]), port, _only_metrics(make_wsgi_app(registry)), Server, handler_class=_Silent
-    )
 
 
 def _only_metrics(app: Callable[..., Any]) -> Callable[..., Iterable[bytes]]:

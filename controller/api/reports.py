@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from kvelastic.controller.models.gate import State
-from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
 
 
@@ -45,7 +44,7 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         "queued": model.gate.queued,
         "instance": settings.instance,
         "pinned": settings.pin,
-        "ttl_seconds": candidate_of(model).idle_after_s,
+        "ttl_seconds": model.idle_after_s,
         "can_sleep": model.can_sleep,
         "on_demand": model.is_on_demand,
         "waits": None
@@ -103,13 +102,12 @@ def candidates(models: list[ServedModel], idle_after_s: float) -> list[ServedMod
 
     They have been idle for at least `idle_after_s` seconds, or for their own `ttl`.
     """
-    found = []
-    for model in models:
-        candidate = candidate_of(model)
+
+    def is_due(model: ServedModel) -> bool:
         least_s = idle_after_s if model.settings.ttl is None else model.settings.ttl
-        if candidate.may_sleep and model.idle_s >= least_s:
-            found.append(model)
-    return sorted(found, key=lambda model: -model.idle_s)
+        return model.may_sleep and model.idle_s >= least_s
+
+    return sorted(filter(is_due, models), key=lambda model: -model.idle_s)
 
 
 def _rounded(percentiles: dict[str, float | None]) -> dict[str, float | None]:

@@ -11,7 +11,6 @@ from kvelastic.controller.api import reports
 from kvelastic.controller.http.replies import Json
 from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE, PORT_CLOSED
 from kvelastic.controller.models.gate import State
-from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ async def sleep_candidates(app_state: AppState, _: Request) -> Any:
     return {
         "sleep_candidates": [model.name for model in found],
         "candidate_details": {
-            model.name: {**reports.idle_detail(model), "can_sleep": candidate_of(model).may_sleep}
+            model.name: {**reports.idle_detail(model), "can_sleep": model.may_sleep}
             for model in found
         },
         "idle_threshold_seconds": sleep.idle_after,

@@ -118,40 +118,15 @@ async def _post(name: str, request: Request) -> segment.Requested:
         await asyncio.sleep(POLL_S)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A running instance."""
-
-    uuid: bytes
-    """Unique for each start."""
-    is_asleep: bool
-    revision: int
-    """The revision of its newest request."""
-    refused: str
-    """Why the newest request was refused; empty if it was not."""
-
-
-def look(name: str) -> Found | None:
+def look(name: str) -> InstanceStatus | None:
     """Return a running instance, or None if none of this name runs. Raises `SegmentError`."""
     try:
         status = look_at(name)
     except SegmentNotFoundError:
         return None
-    if status.life == "dead":
-        return None
     if status.life == "unreadable":
         raise SegmentFormatError(status.reason)
-    refused = (status.reason or "no reason") if status.request_state == "refused" else ""
-    return Found(status.uuid, status.asleep, status.revision, refused)
-
-
-def engine_asleep(name: str) -> bool | None:
-    """Return whether an instance's engine sleeps, as recorded by the engine.
-
-    Returns None if it recorded nothing or the instance has ended. Raises `SegmentError`.
-    """
-    status = look_at(name)
-    return status.engine_asleep if status.is_alive else None
+    return None if status.life == "dead" else status
 
 
 def pressure(

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from kvelastic.controller.models import instance_memory
-from kvelastic.controller.models.instance_memory import Found
 from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
+from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared.segment import Request
 
 _WAKE_WAIT_S = 6.0
@@ -84,12 +84,12 @@ class ModelMemory:
             return f"its instance {name} cannot be read, or takes no request: {error}"
         if found is None:
             return _missing(name) if await is_engine_ready() else None
-        if found.refused and found.revision == self._revision:
+        if found.request_state == "refused" and found.revision == self._revision:
             return (
                 f"its instance {name} refuses what the configuration says of memory, and none of"
-                f" that is in force: {found.refused}"
+                f" that is in force: {found.reason or 'no reason'}"
             )
-        if found.is_asleep:
+        if found.asleep:
             return (
                 f"its instance {name} was put to sleep outside the controller, and requests wait:"
                 f" wake it with kvctl wake {name} or POST /action/wakeup/{self._settings.name}"
@@ -98,23 +98,20 @@ class ModelMemory:
 
     async def is_asleep(self) -> bool:
         """Return whether the instance sleeps; False if that is unknown."""
-        name = self._settings.instance
-        if name is None:
-            return False
-        with suppress(KvelasticError):
-            found = await asyncio.to_thread(instance_memory.look, name)
-            return found is not None and found.is_asleep
-        return False
+        found = await self._look()
+        return found is not None and found.asleep
 
     async def engine_asleep(self) -> bool | None:
         """Return whether its engine sleeps, as recorded by the engine; None if unknown."""
+        found = await self._look()
+        return None if found is None else found.engine_asleep
+
+    async def _look(self) -> InstanceStatus | None:
         name = self._settings.instance
-        if name is None:
-            return None
-        try:
-            return await asyncio.to_thread(instance_memory.engine_asleep, name)
-        except KvelasticError:
-            return None
+        if name is not None:
+            with suppress(KvelasticError):
+                return await asyncio.to_thread(instance_memory.look, name)
+        return None
 
     async def request_as_configured(self) -> None:
         """Send the configured memory settings to the instance, if it is running."""
@@ -127,7 +124,7 @@ class ModelMemory:
             if found is not None:
                 await self._request_as_configured(name, found)
 
-    async def _request_as_configured(self, name: str, found: Found) -> None:
+    async def _request_as_configured(self, name: str, found: InstanceStatus) -> None:
         async with self._requesting:  # in order, so that the newest configuration is sent last
             memory = self._settings.memory
             request = Request(memory.limit, memory.min, memory.priority)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -157,6 +158,26 @@ class ServedModel:
     def can_sleep(self) -> bool:
         """Whether it can be put to sleep, or stopped for that."""
         return self.kind.can_sleep or self.is_on_demand
+
+    @property
+    def may_sleep(self) -> bool:
+        """True if the controller may put it to sleep now, without an operator."""
+        is_idle = self.gate.state is State.AWAKE and self.gate.is_idle
+        return is_idle and self.can_sleep and not self.settings.pin
+
+    @property
+    def idle_after_s(self) -> float | None:
+        """Idle time after which it is put to sleep; None: never."""
+        if self.keep_alive_s is not None:
+            return None if math.isinf(self.keep_alive_s) else self.keep_alive_s
+        if self.settings.ttl is None and self.sleep_settings.auto:
+            return self.sleep_settings.idle_after
+        return self.settings.ttl
+
+    @property
+    def priority(self) -> int:
+        """The configured priority of its memory."""
+        return self.settings.memory.priority or 0
 
     @property
     def is_on_demand(self) -> bool:

@@ -1,6 +1,6 @@
 """Executes `swap_policy`: which models wait for memory, and the actions that give it to them.
 
-swapper = Swapper(serving)
+swapper = Swapper(app_state)
 refusal = await swapper.take(model, is_start=False)      # in the model's own task
 
 The event loop owns it. A thread reads the ledgers, only while a model waits. The models' state is
@@ -25,6 +25,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models import instance_memory
@@ -32,7 +33,6 @@ from kvelastic.controller.models.admission import Admission, Claim, Device, Grou
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.instance_memory import DeviceClaims
 from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
-from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.models.swap_policy import (
     SPARED_PART,
     Decision,
@@ -43,6 +43,9 @@ from kvelastic.controller.models.swap_policy import (
 )
 from kvelastic.controller.timeout import timeout
 from kvelastic.errors import is_out_of_descriptors
+
+if TYPE_CHECKING:
+    from kvelastic.controller.app_state import AppState
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -61,9 +64,9 @@ class _Waiting:
 class Swapper:
     """Gives waiting models their turn: puts others to sleep, stops or starts them."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, app_state: AppState) -> None:
         """Raises `ConfigError` for an invalid `KVELASTIC_*` variable."""
-        self._serving = serving
+        self._app_state = app_state
         self._group, self._host = instance_memory.own_host()
         self._waiting: dict[ServedModel, _Waiting] = {}
         self._last_claims: dict[str, dict[str, Claim]] = {}
@@ -131,7 +134,7 @@ class Swapper:
                 async with timeout(again_s or LOOK_S):
                     await self._changed.wait()
             self._changed.clear()
-            generations = {m: m.gate.generation for m in self._serving.fleet}
+            generations = {m: m.gate.generation for m in self._app_state.fleet}
             try:
                 devices = await asyncio.to_thread(instance_memory.claims)
                 # A model that has just changed state claims something else than was read.
@@ -139,7 +142,7 @@ class Swapper:
                 decision = self._decide(devices, same)
             except Exception as error:
                 if is_out_of_descriptors(error):
-                    self._serving.files.note("looking whether there is memory for a model")
+                    self._app_state.files.note("looking whether there is memory for a model")
                 else:
                     _log.exception("memory was not looked at; models wait for the next look")
                 again_s = LOOK_S
@@ -147,7 +150,7 @@ class Swapper:
             again_s = min(decision.look_again_in_s or LOOK_S, LOOK_S) + 0.002
             # Let the models whose turn it is proceed before the next look.
             await asyncio.sleep(0)
-        for model in self._serving.fleet:
+        for model in self._app_state.fleet:
             model.gate.set_yields(False)
 
     def _decide(
@@ -158,8 +161,8 @@ class Swapper:
         `same`: models whose state has not changed since the devices were read.
         """
         now_s = time.monotonic()
-        settings = self._serving.settings
-        models = {model.name: model for model in self._serving.fleet}
+        settings = self._app_state.settings
+        models = {model.name: model for model in self._app_state.fleet}
         models |= {waiting.model.name: waiting.model for waiting in self._waiting.values()}
         admission, claims = self._admission(devices, list(models.values()), same)
         standings = {
@@ -203,7 +206,7 @@ class Swapper:
             model.gate.waits_for = wait.why
         for name in decision.sleep:
             if models[name].gate.ask_sleep(now_s, by_hand=False, for_others=True) is None:
-                spared_s = SPARED_PART * self._serving.settings.swap.min_awake
+                spared_s = SPARED_PART * self._app_state.settings.swap.min_awake
                 models[name].spares_until_s = now_s + spared_s
                 _log.info("falls asleep: others need its memory", extra={"model": name})
         for name, model in models.items():
@@ -216,7 +219,7 @@ class Swapper:
         same: Collection[ServedModel],
     ) -> tuple[Admission, dict[str, dict[str, Claim]]]:
         """Return devices, groups, and each model's claims."""
-        settings = self._serving.settings
+        settings = self._app_state.settings
         # A sleeping model's instance with a claim was woken by another program: it counts.
         ours = {
             model.settings.instance
@@ -267,7 +270,7 @@ class Swapper:
         return f"{self._group}/{device}"
 
     def _configured(self, model: ServedModel) -> dict[str, Claim]:
-        memory, devices = model.settings.memory, self._serving.settings.devices
+        memory, devices = model.settings.memory, self._app_state.settings.devices
         claim = Claim(memory.needs or 0, memory.min or 0)
         if not claim.all_bytes:
             return {}
@@ -318,7 +321,7 @@ def _priority(model: ServedModel, devices: Mapping[str, DeviceClaims]) -> int:
         found = device.priorities.get(model.settings.instance or "")
         if found is not None:
             return found
-    return model.settings.memory.priority or 0
+    return model.priority
 
 
 def _starts_for(name: str, sessions: set[int]) -> bool:

@@ -1,7 +1,7 @@
 """Sends a request to one of a model's engines, the one with the fewest requests in flight.
 
 headers, target = request_to_engine(scope, request_id, keys, model)
-async with at_an_engine(serving, session, model, "POST", target, headers, body) as response:
+async with at_an_engine(app_state, model, "POST", target, headers, body) as response:
     ...  # the engine's status and headers have arrived
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from yarl import URL
@@ -26,8 +26,10 @@ from kvelastic.controller.http.refusal import (
 )
 from kvelastic.controller.http.request_body import Body, Upload
 from kvelastic.controller.models.served_model import UNREACHABLE_REST_S, Replica, ServedModel
-from kvelastic.controller.models.serving import Serving
 from kvelastic.errors import is_out_of_descriptors
+
+if TYPE_CHECKING:
+    from kvelastic.controller.app_state import AppState
 
 _SKIP_AUTO: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -74,8 +76,7 @@ def in_turn(model: ServedModel) -> Iterator[Replica]:
 
 @asynccontextmanager
 async def at_an_engine(
-    serving: Serving,
-    session: aiohttp.ClientSession,
+    app_state: AppState,
     model: ServedModel,
     method: str,
     target: str,
@@ -102,7 +103,7 @@ async def at_an_engine(
         began_s = time.monotonic()
         has_begun = False
         try:
-            async with session.request(
+            async with app_state.session.request(
                 method,
                 URL(replica.address + target, encoded=True),
                 headers=headers,
@@ -120,7 +121,7 @@ async def at_an_engine(
                 return
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if is_out_of_descriptors(error):
-                raise serving.files.refusal("connecting to an engine") from None
+                raise app_state.files.refusal("connecting to an engine") from None
             # Nothing was sent, so another engine can serve the request.
             model.rest(replica)
         except asyncio.TimeoutError:
@@ -130,7 +131,7 @@ async def at_an_engine(
             raise engine_timeout() from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if is_out_of_descriptors(error):
-                raise serving.files.refusal("forwarding a request") from None
+                raise app_state.files.refusal("forwarding a request") from None
             raise engine_failed() from None
         finally:
             replica.in_flight -= 1

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
@@ -33,17 +33,19 @@ from kvelastic.controller.http.request_body import (
     Receive,
     read_body,
 )
-from kvelastic.controller.http.request_log import RequestIds, RequestLog
+from kvelastic.controller.http.request_log import RequestIds
 from kvelastic.controller.models.fleet import NOT_SERVED
 from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.engine_request import at_an_engine, check_name, request_to_engine
 from kvelastic.controller.routing.model_field import Form
 from kvelastic.controller.routing.model_name import find_name, rename
 from kvelastic.controller.routing.prefill import ONE_TOKEN, Prefill
 from kvelastic.units import MAX_PRIORITY
+
+if TYPE_CHECKING:
+    from kvelastic.controller.app_state import AppState
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -92,14 +94,12 @@ class Exchange:
 class Forwarder:
     """The ASGI callable that forwards requests. Use it in the event loop."""
 
-    def __init__(self, serving: Serving, session: aiohttp.ClientSession, log: RequestLog) -> None:
-        self._serving = serving
-        self._session = session
-        self._log = log
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
         self._ids = RequestIds()
-        self.budget = BodyBudget(serving.settings.server.max_buffered)
+        self.budget = BodyBudget(app_state.settings.server.max_buffered)
         self.reader = BodyReader()
-        self._prefill = Prefill(serving, session)
+        self._prefill = Prefill(app_state)
 
     def stop(self) -> None:
         """Stop the body reader. Call it when no exchange runs."""
@@ -116,7 +116,7 @@ class Forwarder:
         watcher: asyncio.Task[None] | None = None
         try:
             key = self._authorize(exchange, headers)
-            server = self._serving.settings.server
+            server = self._app_state.settings.server
             body = scope.get(READ_BODY) or await read_body(
                 receive,
                 find(headers, b"content-length"),
@@ -173,7 +173,7 @@ class Forwarder:
         query: bytes = scope["query_string"]
         content_type = find(scope["headers"], b"content-type")
         named = await find_name(body, content_type, query, self.reader)
-        model = self._serving.fleet.find(named.name)
+        model = self._app_state.fleet.find(named.name)
         if model is None:
             raise unknown_model(named.name)
         exchange.is_json = named.form is Form.JSON
@@ -184,7 +184,7 @@ class Forwarder:
 
     def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
         """Return the request's key. Raises `Refusal` if it is not authorized."""
-        keys = self._serving.keys
+        keys = self._app_state.keys
         is_inference = exchange.path in keys.model_paths
         exchange.is_operation = not is_inference and not is_read(exchange.method, exchange.path)
         exchange.key = (keys.check_admin if exchange.is_operation else keys.check_api)(headers)
@@ -235,10 +235,10 @@ class Forwarder:
     async def _to_an_engine(
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: Body
     ) -> None:
-        keys = self._serving.keys
+        keys = self._app_state.keys
         headers, target = request_to_engine(scope, exchange.request_id, keys, model)
         async with at_an_engine(
-            self._serving, self._session, model, exchange.method, target, headers, body
+            self._app_state, model, exchange.method, target, headers, body
         ) as response:
             silence = _Silence(response, model.settings.timeouts.idle)
             try:
@@ -300,9 +300,9 @@ class Forwarder:
                 refused=bool(exchange.error) and not exchange.started,
             )
         else:
-            self._serving.unrouted += 1
-        if self._serving.settings.server.log_requests:
-            self._log.write(
+            self._app_state.unrouted += 1
+        if self._app_state.settings.server.log_requests:
+            self._app_state.log.write(
                 {
                     "id": exchange.request_id,
                     "method": exchange.method,
@@ -326,12 +326,12 @@ class Forwarder:
         if not exchange.is_operation:
             return
         audit(
-            self._log,
+            self._app_state.log,
             action=f"{exchange.method} {exchange.asked_path}",
             status=exchange.status,
             error="client_gone" if exchange.cancelled else exchange.error,
             model=None if exchange.model is None else exchange.model.name,
-            key=exchange.key or self._serving.keys.identify(scope["headers"]),
+            key=exchange.key or self._app_state.keys.identify(scope["headers"]),
             client=scope["client"],
             request_id=exchange.request_id,
         )

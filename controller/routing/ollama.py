@@ -29,7 +29,6 @@ from kvelastic.controller.http.replies import send_refusal
 from kvelastic.controller.http.request_body import Body, ClientGoneError, Receive, read_body
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.gate import State, Ticket
-from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.routing import ollama_models
 from kvelastic.controller.routing.body_worker import FromOpenAI, ToOpenAI
@@ -130,7 +129,7 @@ class OllamaApi:
         since = datetime.fromtimestamp(self._app_state.started_at, timezone.utc)
         found = []
         for model in models:
-            idle_after_s = candidate_of(model).idle_after_s
+            idle_after_s = model.idle_after_s
             expires_in_s = None
             if idle_after_s is not None and not model.settings.pin and model.can_sleep:
                 expires_in_s = idle_after_s - model.idle_s

@@ -17,17 +17,19 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import msgspec
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.request_body import Body
 from kvelastic.controller.models.gate import State, Ticket, TicketState
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.engine_request import at_an_engine, check_name, request_to_engine
+
+if TYPE_CHECKING:
+    from kvelastic.controller.app_state import AppState
+
 
 _COMPLETIONS: Final = "/v1/completions"
 ONE_TOKEN: Final = {
@@ -70,9 +72,8 @@ class _Fallback(Exception):  # noqa: N818 - a decision, not an error
 class Prefill:
     """Sends prompts to prefill pools. Use it in the event loop."""
 
-    def __init__(self, serving: Serving, session: aiohttp.ClientSession) -> None:
-        self._serving = serving
-        self._session = session
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
 
     async def compute(
         self, scope: Any, request_id: str, model: ServedModel, body: Body, priority: int
@@ -96,7 +97,7 @@ class Prefill:
     def pool_of(self, model: ServedModel) -> ServedModel | None:
         """Return the model's prefill pool, or None."""
         name = model.settings.prefill
-        return None if name is None else self._serving.fleet.find(name)
+        return None if name is None else self._app_state.fleet.find(name)
 
     def instead_of(self, model: ServedModel, refusal: Refusal) -> ServedModel | None:
         """Return the pool if it can serve a request alone that the model has refused, or None."""
@@ -156,10 +157,10 @@ class Prefill:
                 ticket.model.leave(ticket)
 
     async def _ask(self, scope: Any, request_id: str, pool: ServedModel, body: Body) -> bytes:
-        headers, target = request_to_engine(scope, request_id, self._serving.keys, pool)
+        headers, target = request_to_engine(scope, request_id, self._app_state.keys, pool)
         reply = bytearray()
         async with at_an_engine(
-            self._serving, self._session, pool, "POST", target, headers, body, keeps_body=True
+            self._app_state, pool, "POST", target, headers, body, keeps_body=True
         ) as response:
             async for piece in response.content.iter_any():
                 reply += piece

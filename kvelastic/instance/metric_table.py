@@ -38,11 +38,11 @@ class Described:
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """Source attribute; empty: computed in `metrics`."""
+    """Source attribute, or its path; empty: computed."""
 
 
-def _table(prefix: str, labels: tuple[str, ...], *rows: tuple[str, ...]) -> Table:
-    """Create a table from rows of (name, meaning), and the attribute if its name differs."""
+def table(prefix: str, labels: tuple[str, ...], *rows: tuple[str, ...]) -> Table:
+    """Return a table from rows of (name, meaning), and the attribute if its name differs."""
     return tuple(
         Described(
             f"kvelastic_{prefix}{name}",
@@ -55,7 +55,7 @@ def _table(prefix: str, labels: tuple[str, ...], *rows: tuple[str, ...]) -> Tabl
     )
 
 
-STATISTICS: Final = _table(
+STATISTICS: Final = table(
     "instance_",
     INSTANCE_LABELS,
     ("capacity_bytes", "Capacity of its device."),
@@ -88,7 +88,7 @@ STATISTICS: Final = _table(
     ("priority", "Higher keeps its memory longer."),
 )
 """Read from `InstanceStatus`."""
-MEMBER: Final = _table(
+MEMBER: Final = table(
     "instance_",
     INSTANCE_LABELS,
     ("granted_bytes", "Granted by the device's ledger now."),
@@ -99,7 +99,7 @@ MEMBER: Final = _table(
     ("idle_seconds", "Time since its last alloc or free.", "idle_s"),
 )
 """Read from `Member`."""
-COUNTERS: Final = _table(
+COUNTERS: Final = table(
     "instance_",
     INSTANCE_LABELS,
     ("pages_mapped_total", "Pages mapped since its start."),
@@ -117,7 +117,7 @@ COUNTERS: Final = _table(
     ("provision_runs_total", "Runs in which pages were mapped ahead of demand."),
 )
 """Read from the control block's counters, by name."""
-TIER: Final = _table(
+TIER: Final = table(
     "tier_",
     ("name", "tier"),
     ("used_bytes", "Size of its records."),
@@ -139,7 +139,7 @@ TIER: Final = _table(
     ("read_bytes_total", "Bytes read from it.", "bytes_read"),
 )
 """Read from `TierStatus`."""
-TIERS: Final = _table(
+TIERS: Final = table(
     "tiers_blocks_",
     ("name",),
     ("matched_total", "Blocks looked up and found in tiers."),
@@ -153,7 +153,7 @@ TIERS: Final = _table(
     ("lost_total", "Blocks used, evicted or renamed during their copy."),
 )
 """Read from `BlockCounts`."""
-NODE: Final = _table(
+NODE: Final = table(
     "node_",
     NODE_LABELS,
     ("links", "Open links.", "standing_links"),
@@ -164,7 +164,7 @@ NODE: Final = _table(
     ("strangers_refused_total", "Refused unauthenticated connections."),
 )
 """Read from `NodeStatus`."""
-LINK: Final = _table(
+LINK: Final = table(
     "link_",
     (*NODE_LABELS, "peer"),
     ("up", "1 for an open link, 0 for an ended one.", "is_linked"),
@@ -177,7 +177,7 @@ LINK: Final = _table(
     ("failures_total", "Failed copies of the node."),
 )
 """Read from `LinkStatus`."""
-DEVICE: Final = _table(
+DEVICE: Final = table(
     "device_",
     DEVICE_LABELS,
     ("capacity_bytes", "Capacity for the instances together."),
@@ -190,24 +190,24 @@ DEVICE: Final = _table(
     ("instances", "Instances that share the device."),
 )
 """Read from `LedgerInfo`."""
-ON_DEVICE, STARTED = _table(
+ON_DEVICE, STARTED = table(
     "instance_",
     INSTANCE_LABELS,
     ("device_mapped_bytes", "Physical memory of the instance on each device.", ""),
     ("start_time_seconds", "Start of the instance, in Unix time.", ""),
 )
-(STATE,) = _table(
+(STATE,) = table(
     "instance_",
     (*INSTANCE_LABELS, "state"),
     ("state", "1 for the state of its limit, 0 for the others."),
 )
-(INFO,) = _table(
+(INFO,) = table(
     "instance_", (*INSTANCE_LABELS, "pid", "uuid"), ("info", "Identity labels; always 1.")
 )
-(SEGMENTS,) = _table(
+(SEGMENTS,) = table(
     "", ("status",), ("segments", "Segments found: alive, closing, dead, unknown, unreadable.")
 )
-(UNREADABLE,) = _table("", (), ("ledgers_unreadable", "Ledgers that this user cannot read."))
+(UNREADABLE,) = table("", (), ("ledgers_unreadable", "Ledgers that this user cannot read."))
 
 METRICS: Final[Table] = (
     *STATISTICS, ON_DEVICE, STATE, *MEMBER, *COUNTERS, STARTED, INFO, *TIER, *TIERS, *NODE, *LINK,

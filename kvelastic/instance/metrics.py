@@ -168,13 +168,19 @@ class _Drawn:
     def families(self) -> Iterator[Metric]:
         for described in metric_table.METRICS:
             samples = self._samples.get(described.name)
-            if not samples:
-                continue
-            make = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-            family = make(described.name, described.help, labels=described.labels)
-            for labels, value in samples.items():
-                family.add_metric(labels, value)
-            yield family
+            if samples:
+                yield family(described, samples.items())
+
+
+def family(
+    described: metric_table.Described, samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """Return a metric with these samples: values of labels, and the value."""
+    make = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+    found = make(described.name, described.help, labels=described.labels)
+    for labels, value in samples:
+        found.add_metric(labels, value)
+    return found
 
 
 _INTRODUCTION: Final = """\
