@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from kvelastic.doctor.facts import Gpu, GpuFacts, ProbeFact, StartupFacts
 from kvelastic.engines import Engine
 
@@ -102,7 +104,8 @@ for room, hooks in rooms.items():
     except Exception as error:
         missed.append(f"{room}: {type(error).__name__}: {error}")
 print()
-print(json.dumps({"hooked": hooked, "broken": broken, "missed": missed}))
+said = {"engine": engine.name, "hooked": hooked, "broken": broken, "missed": missed}
+print(json.dumps(said))
 """
 
 
@@ -122,11 +125,8 @@ def ask_engine(
     own = {"ENABLE_KVELASTIC": "true", "KVELASTIC_STRICT": "false"}
     lines, end = _run_child([*program, engine.name, version], {**environ, **own}, timeout_s)
     try:
-        said: dict[str, Any] = json.loads(lines[-1])
-        return ProbeFact(
-            engine.name, int(said["hooked"]), tuple(said["broken"]), tuple(said["missed"])
-        )
-    except (IndexError, ValueError, TypeError, KeyError):
+        return msgspec.json.decode(lines[-1], type=ProbeFact)
+    except (IndexError, msgspec.DecodeError):
         return ProbeFact(engine.name, failure=f"a child that imports it {end or 'said nothing'}")
 
 
@@ -170,14 +170,8 @@ def ask_startup(
     lines, end = _run_child(command, {**environ, "ENABLE_KVELASTIC": "true"}, timeout_s)
     # Only the last line: other startup files may have written before it.
     try:
-        said: dict[str, Any] = json.loads(lines[-1])
-        return StartupFacts(
-            armed=tuple(said["armed"]),
-            failure=said["failure"],
-            start_files=tuple(said["start_files"]),
-            site_folders=tuple(said["site_folders"]),
-        )
-    except (IndexError, ValueError, TypeError, KeyError):
+        return msgspec.json.decode(lines[-1], type=StartupFacts)
+    except (IndexError, msgspec.DecodeError):
         return StartupFacts(failure=f"a new Python {end or 'said nothing of it'}")
 
 

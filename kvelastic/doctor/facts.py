@@ -15,6 +15,7 @@ from kvelastic.device.host_memory import default_host_capacity_bytes
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.segment_listing import SegmentInfo
     from kvelastic.tier_list import TierSpec
 
 
@@ -72,20 +73,6 @@ class ShmFacts:
     """Whether liveness locks work there."""
     pids_with_another: tuple[int, ...] = ()
     """Processes that have joined a ledger in a different /dev/shm."""
-
-
-@dataclass(frozen=True)
-class SegmentFact:
-    """A segment with something to report."""
-
-    name: str
-    status: str
-    """dead, unreadable, unknown, hidden (another user's, not readable by this one) or orphaned (of
-    an engine core without a server)."""
-    is_ours: bool = True
-    problem: str = ""
-    pid: int = 0
-    """Pid of its process, if the segment is dead or orphaned."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +219,9 @@ class Facts:
 
     gpus: GpuFacts = GpuFacts()
     shm: ShmFacts = ShmFacts()
-    segments: tuple[SegmentFact, ...] = ()
+    segments: tuple[SegmentInfo, ...] = ()
+    """Segments that are dead, unreadable or unknown; also `hidden` (another user's, not readable by
+    this one) and `orphaned` (of an engine core without a server)."""
     ledgers: tuple[LedgerInfo, ...] = ()
     """Ledgers that cannot be used."""
     instances: tuple[InstanceStatus, ...] = ()

@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,6 @@ from kvelastic.doctor.facts import (
     MemoryFacts,
     PackageFacts,
     ProbeFact,
-    SegmentFact,
     ShmFacts,
     StartupFacts,
     SystemFacts,
@@ -36,6 +36,7 @@ from kvelastic.units import KIB_BYTES, MIB_BYTES
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.segment_listing import SegmentInfo
 
 # Inode of the initial pid namespace (the kernel's PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
@@ -52,14 +53,15 @@ def gather(
     every installed engine, which takes as long as importing the engines.
     """
     packages = gather_packages()
+    has_native = not packages.native_error  # else python.native reports it
     config = gather_config(environ)
     is_loaded_at_start = any(e.loaded_by and packages.version(e.name) for e in ENGINES)
     return Facts(
         gpus=ask_gpus(root, environ),
         shm=gather_shm(root),
-        segments=gather_segments(root / "dev/shm"),
-        ledgers=gather_ledgers(),
-        instances=gather_instances(),
+        segments=gather_segments(root / "dev/shm") if has_native else (),
+        ledgers=gather_ledgers() if has_native else (),
+        instances=gather_instances() if has_native else (),
         memory=gather_memory(root),
         limits=gather_limits(root),
         system=gather_system(root),
@@ -140,43 +142,32 @@ def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
     return tuple(pid for pid in pids if has_another(pid))
 
 
-def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
+def gather_segments(shm: Path) -> tuple[SegmentInfo, ...]:
     """Return segments that are dead, orphaned or not readable. Removes none."""
-    try:
-        from kvelastic.shared.engine_cores import has_lost_its_server
-        from kvelastic.shared.segment_listing import list_segments
-    except ImportError:
-        return ()  # python.native reports a missing native module
-    segments = list_segments()
-    found = [
-        SegmentFact(info.name, info.status, info.is_ours, info.problem, info.header.get("pid", 0))
-        for info in segments
-        if info.status in {"dead", "unreadable", "unknown"}
-    ]
-    found += [
-        SegmentFact(info.name, "orphaned", info.is_ours, pid=info.header["pid"])
-        for info in segments
-        if info.status == "alive" and has_lost_its_server(info.header["pid"])
-    ]
-    found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
-    return tuple(found)
+    from kvelastic.shared.engine_cores import has_lost_its_server
+    from kvelastic.shared.segment_listing import SegmentInfo, list_segments
+
+    found = []
+    for info in list_segments():
+        if info.status in {"dead", "unreadable", "unknown"}:
+            found.append(info)
+        elif info.status == "alive" and has_lost_its_server(info.header["pid"]):
+            found.append(replace(info, status="orphaned"))
+    hidden = [SegmentInfo(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
+    return (*found, *hidden)
 
 
 def gather_instances() -> tuple[InstanceStatus, ...]:
     """Return the running instances. Changes nothing."""
-    try:
-        from kvelastic.instance.reading import look_at_all
-    except ImportError:
-        return ()  # python.native reports a missing native module
+    from kvelastic.instance.reading import look_at_all
+
     return tuple(status for status in look_at_all() if status.is_alive)
 
 
 def gather_ledgers() -> tuple[LedgerInfo, ...]:
     """Return ledgers of other users, of other versions, or damaged ones. Changes nothing."""
-    try:
-        from kvelastic.shared.ledger import list_ledgers
-    except ImportError:
-        return ()
+    from kvelastic.shared.ledger import list_ledgers
+
     return tuple(info for info in list_ledgers() if info.status != "readable")
 
 

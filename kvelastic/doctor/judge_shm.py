@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvelastic.doctor.facts import Facts, SegmentFact
+from kvelastic.doctor.facts import Facts
 from kvelastic.doctor.finding import Outcome, check, note, ok, problem, warning
 from kvelastic.doctor.judge_instance import ended, unknown
 from kvelastic.units import MIB_BYTES, format_size
+
+if TYPE_CHECKING:
+    from kvelastic.shared.segment_listing import SegmentInfo
 
 _DOCKER_DEFAULT_BYTES: Final = 64 * MIB_BYTES
 # Engines pass tensors between their processes in /dev/shm and would fill less than this.
@@ -88,18 +91,18 @@ def _size(facts: Facts) -> Outcome:
     return ok(seen)
 
 
-def _with_status(facts: Facts, status: str) -> list[SegmentFact]:
+def _with_status(facts: Facts, status: str) -> list[SegmentInfo]:
     return [segment for segment in facts.segments if segment.status == status]
 
 
-def _of(segment: SegmentFact, said: Outcome) -> Outcome:
+def _of(segment: SegmentInfo, said: Outcome) -> Outcome:
     return said._replace(what=f"{segment.name}: {said.what[0].lower()}{said.what[1:]}")
 
 
 @check("segments.dead", fine="no segments of dead instances")
 def _dead(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "dead"):
-        yield _of(segment, ended(segment.pid, is_ours=segment.is_ours))
+        yield _of(segment, ended(segment.header.get("pid", 0), is_ours=segment.is_ours))
 
 
 @check("segments.unreadable", fine="all segments are readable")
@@ -121,10 +124,11 @@ def _unknown(facts: Facts) -> Iterator[Outcome]:
 @check("segments.orphaned")
 def _orphaned(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "orphaned"):
+        pid = segment.header["pid"]
         yield warning(
-            f"{segment.name}: process {segment.pid} is an engine core whose server has ended; it"
-            " serves no requests, and keeps its memory and its name",
-            f"run kill {segment.pid}; if it still runs after 30 s, run kill -9 {segment.pid}",
+            f"{segment.name}: process {pid} is an engine core whose server has ended; it serves no"
+            " requests, and keeps its memory and its name",
+            f"run kill {pid}; if it still runs after 30 s, run kill -9 {pid}",
         )
 
 

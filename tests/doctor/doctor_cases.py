@@ -18,7 +18,6 @@ from kvelastic.doctor.facts import (
     MemoryFacts,
     PackageFacts,
     ProbeFact,
-    SegmentFact,
     ShmFacts,
     StartupFacts,
     SystemFacts,
@@ -26,6 +25,7 @@ from kvelastic.doctor.facts import (
 )
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared.ledger_facts import LedgerInfo
+from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.shared.tier_status import BlockCounts, TiersStatus, TierStatus
 
 GIB = 1 << 30
@@ -99,8 +99,8 @@ def beside_vllm(facts: Facts) -> Facts:
 LOADED: dict[str, Any] = {"armed": ("transformers.generation.continuous_batching",)}
 
 
-def segment(status: str, **changes: Any) -> Facts:
-    return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
+def segment(status: str, pid: int = 1, **changes: Any) -> Facts:
+    return replace(GOOD, segments=(SegmentInfo("s1", status, header={"pid": pid}, **changes),))
 
 
 CALM = InstanceStatus("s1", "alive", "applied", capacity_bytes=GIB, limit_bytes=GIB, page_bytes=MIB)

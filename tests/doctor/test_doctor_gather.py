@@ -21,7 +21,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.doctor import gather as packages_module
 from kvelastic.doctor import gather_config as config_gatherer
 from kvelastic.doctor.children import ask_gpus
-from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName, SegmentFact
+from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName
 from kvelastic.doctor.gather import (
     gather_ledgers,
     gather_limits,
@@ -34,6 +34,7 @@ from kvelastic.doctor.gather import (
 from kvelastic.doctor.gather_config import gather_config, gather_tier_folders
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.shared.ledger import ledger_path
+from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.tier_list import parse_tiers
 from kvelastic.tiers.stores.disk.folder import Folder as DiskFolder
 from kvelastic.tiers.stores.folder.store import FolderStore
@@ -104,7 +105,8 @@ def test_dead_and_unreadable_segments_are_reported_and_kept(name):
     with Owner(name) as owner:
         assert name not in [segment.name for segment in gather_segments(SHM)]
         owner.kill()
-        assert SegmentFact(name, "dead", pid=owner.pid) in gather_segments(SHM)
+        (dead,) = (segment for segment in gather_segments(SHM) if segment.name == name)
+        assert (dead.status, dead.header["pid"]) == ("dead", owner.pid)
         assert (SHM / name).exists()
     (SHM / name).write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
     found = next(segment for segment in gather_segments(SHM) if segment.name == name)
@@ -140,7 +142,7 @@ def test_only_inaccessible_files_with_prefix_are_hidden(tmp_path, monkeypatch):
     assert "kvelastic_theirs" not in [found.name for found in gather_segments(tmp_path)]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     found = [found for found in gather_segments(tmp_path) if found.status == "hidden"]
-    assert found == [SegmentFact("kvelastic_theirs", "hidden", is_ours=False)]
+    assert found == [SegmentInfo("kvelastic_theirs", "hidden", is_ours=False)]
     monkeypatch.setattr(os, "access", real)
 
 
