@@ -8,33 +8,32 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from queue import SimpleQueue
 
 from kvelastic.cli.kvtop import keys
 from kvelastic.cli.kvtop.history import Model
 from kvelastic.cli.kvtop.poller import Notice, Outside
 from kvelastic.cli.kvtop.scene import Scene
-from kvelastic.cli.kvtop.terminal import Terminal
+from kvelastic.cli.kvtop.terminal import Events, Terminal
 from kvelastic.cli.kvtop.view import screen
-
-_IDLE_S: Final = 3600.0
-"""Maximum wait for an event. Reads, keys and signals end a wait earlier."""
 
 
 def run(names: Sequence[str], interval_s: float) -> None:
     """Show the screen until the user ends it. Raises `TerminalError` if there is no terminal."""
-    with Terminal.opened() as terminal:
-        outside = Outside(names=names, interval_s=interval_s, wake=terminal.wake)
+    events: Events = SimpleQueue()
+    with Terminal.opened(events) as terminal:
+        outside = Outside(names=names, interval_s=interval_s, events=events)
         outside.start()
-        App(terminal, outside).run()
+        App(terminal, outside, events).run()
 
 
 class App:
     """The main loop. `_scene` and `_ui` are the whole state of the screen, used by one thread."""
 
-    def __init__(self, terminal: Terminal, outside: Outside) -> None:
+    def __init__(self, terminal: Terminal, outside: Outside, events: Events) -> None:
         self._terminal = terminal
         self._outside = outside
+        self._events = events
         self._model = Model()
         self._scene: Scene | None = None
         self._ui = keys.Ui()
@@ -43,27 +42,35 @@ class App:
     def run(self) -> None:
         """Run until the user or a signal ends it. Blocks."""
         while not self._is_over:
-            for event in self._terminal.wait(_IDLE_S):
-                self._take(event)
-                if self._is_over:
-                    return
-            self._draw()
+            self._take(self._events.get())
+            if self._events.empty() and not self._is_over:
+                self._draw()
 
-    def _take(self, event: str) -> None:
-        kind, _, key = event.partition(":")
-        if kind == "end":
+    def _take(self, event: Scene | Notice | str) -> None:
+        if isinstance(event, Scene):
+            self._take_scene(event)
+        elif isinstance(event, Notice):
+            self._ui = keys.with_message(self._ui, event.message, event.mood)
+        elif event == "input":
+            for key in self._terminal.typed():
+                self._press(key)
+        elif event == "resize":
+            self._terminal.resize()
+        else:
             self._is_over = True
-        elif kind == "wake":
-            for news in self._outside.news():
-                if isinstance(news, Scene):
-                    self._take_scene(news)
-                else:
-                    self._take_answer(news)
-        elif kind == "key":
-            instances = self._scene.instances if self._scene else ()
-            self._ui, effects = keys.press(self._ui, key, instances)
-            for effect in effects:
-                self._carry_out(effect)
+
+    def _press(self, key: str) -> None:
+        if self._is_over:
+            return
+        instances = self._scene.instances if self._scene else ()
+        self._ui, effects = keys.press(self._ui, key, instances)
+        for effect in effects:
+            if effect == "quit":
+                self._is_over = True
+            elif effect == "look":
+                self._outside.look_soon()
+            else:
+                self._outside.ask(effect)
 
     def _take_scene(self, scene: Scene) -> None:
         self._scene = self._model.add(scene)
@@ -73,17 +80,6 @@ class App:
             self._ui = keys.with_message(
                 self._ui, f"{', '.join(self._model.ended)} {have} ended", "warn"
             )
-
-    def _take_answer(self, notice: Notice) -> None:
-        self._ui = keys.with_message(self._ui, notice.message, notice.mood)
-
-    def _carry_out(self, effect: keys.Effect) -> None:
-        if isinstance(effect, keys.Quit):
-            self._is_over = True
-        elif isinstance(effect, keys.Look):
-            self._outside.look_soon()
-        else:
-            self._outside.ask(effect)
 
     def _draw(self) -> None:
         columns, lines = self._terminal.size

@@ -5,67 +5,68 @@ device_bar(device, 40, UNICODE); instance_bar(instance, 12, ASCII); sparkline((1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.kvtop.scene import Device, Instance
-from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
+from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style, short_size
 from kvelastic.cli.rendering.columns import shares
 
 if TYPE_CHECKING:
     from kvelastic.shared.tier_status import TierStatus
 
+Uses = Mapping[Style, "int | None"]
+"""Bytes by use. A use is also the name of its style and of its glyph."""
+
+
+def uses_of(held: Device | Instance) -> dict[Style, int | None]:
+    """Return the parts of the mapped memory, in the order of bars."""
+    return {
+        "in_use": held.in_use_bytes,
+        "cached": held.cached_bytes,
+        "parked": held.parked_bytes,
+        "slack": held.slack_bytes,
+    }
+
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
     """Return the parts of the capacity: in use, cached, parked, slack, reserved, others, free."""
-    return _bar(
-        [
-            (device.in_use_bytes, glyphs.in_use, "in_use"),
-            (device.cached_bytes, glyphs.cached, "cached"),
-            (device.parked_bytes, glyphs.parked, "parked"),
-            (device.slack_bytes, glyphs.slack, "slack"),
-            (device.reserved_of_capacity_bytes, glyphs.reserved, "reserved"),
-            (device.others_of_capacity_bytes, glyphs.others, "others"),
-        ],
-        device.capacity_bytes,
-        width,
-        glyphs.free,
-    )
+    beside: Uses = {
+        "reserved": device.reserved_of_capacity_bytes,
+        "others": device.others_of_capacity_bytes,
+    }
+    return _bar({**uses_of(device), **beside}, device.capacity_bytes, width, glyphs)
 
 
 def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
     """Return the parts of the instance's limit: in use, cached, parked, slack."""
-    return _bar(
-        [
-            (instance.in_use_bytes or 0, glyphs.in_use, "in_use"),
-            (instance.cached_bytes or 0, glyphs.cached, "cached"),
-            (instance.parked_bytes or 0, glyphs.parked, "parked"),
-            (instance.slack_bytes, glyphs.slack, "slack"),
-        ],
-        instance.limit_bytes or 0,
-        width,
-        glyphs.free,
-    )
+    return _bar(uses_of(instance), instance.limit_bytes or 0, width, glyphs)
 
 
 def tier_bar(tier: TierStatus, width: int, glyphs: Glyphs) -> Line:
     """Return the used part of the tier's limit; empty if the tier has no limit of its own."""
     if tier.limit_bytes is None:
         return []
-    return _bar([(tier.used_bytes, glyphs.cached, "cached")], tier.limit_bytes, width, glyphs.free)
+    return _bar({"cached": tier.used_bytes}, tier.limit_bytes, width, glyphs)
 
 
-def _bar(parts: list[tuple[int, str, Style]], whole: int, width: int, free: str) -> Line:
+def _bar(uses: Uses, whole: int, width: int, glyphs: Glyphs) -> Line:
     if width <= 0:
         return []
-    counts = shares([amount for amount, _, _ in parts], whole, width)
-    bar = [
-        Span(glyph * count, style)
-        for count, (_, glyph, style) in zip(counts, parts, strict=True)
-        if count
+    counts = shares([amount or 0 for amount in uses.values()], whole, width)
+    parts: dict[Style, int] = {**dict(zip(uses, counts, strict=True)), "free": width - sum(counts)}
+    return [Span(getattr(glyphs, use) * count, use) for use, count in parts.items() if count]
+
+
+def amounts(uses: Uses, glyphs: Glyphs) -> list[Line]:
+    """Return the glyph, the name and the amount of each use."""
+    return [
+        [
+            Span(getattr(glyphs, use), use),
+            Span(f" {use.replace('_', ' ')} {short_size(amount_bytes)}"),
+        ]
+        for use, amount_bytes in uses.items()
     ]
-    left = width - sum(counts)
-    return [*bar, Span(free * left, "free")] if left else bar
 
 
 def sparkline(amounts: Sequence[int], width: int, glyphs: Glyphs) -> str:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 
 
 def help_lines(glyphs: Glyphs) -> list[Line]:
     """Return all lines of the help page. The view shows as many as fit."""
-    parts: list[tuple[str, Style, str]] = [
-        (glyphs.in_use, "in_use", "in use: blocks that requests refer to"),
-        (glyphs.cached, "cached", "cached: blocks kept for prefix caching, evicted when needed"),
-        (glyphs.parked, "parked", "parked: free pages kept mapped for the next use"),
-        (glyphs.slack, "slack", "slack: the rest of pages in use, free blocks and padding"),
-        (glyphs.reserved, "reserved", "reserved: weights, activations of instances that are awake"),
-        (glyphs.others, "others", "others: memory of the device that other processes use"),
-        (glyphs.free, "free", "free: on a device, could be granted; of a limit, not mapped"),
-    ]
     return [
         [Span("Keys", "heading")],
         *(_key(key, what) for key, what in _KEYS),
         [],
         [Span("Bars", "heading")],
-        *([Span("  "), Span(glyph * 3, style), Span(f"  {what}")] for glyph, style, what in parts),
+        *(
+            [Span("  "), Span(getattr(glyphs, use) * 3, use), Span(f"  {what}")]
+            for use, what in _USES.items()
+        ),
         [],
         [Span("Columns", "heading")],
         *(_key(title, what) for title, what in _COLUMNS),
@@ -38,6 +34,15 @@ _KEYS = (
     ("/", "show only what has a text in name, model, engine, state; Esc: all"),
     ("Space q", "look now; end, as Ctrl-C does"),
 )
+_USES: Final[dict[Style, str]] = {
+    "in_use": "in use: blocks that requests refer to",
+    "cached": "cached: blocks kept for prefix caching, evicted when needed",
+    "parked": "parked: free pages kept mapped for the next use",
+    "slack": "slack: the rest of pages in use, free blocks and padding",
+    "reserved": "reserved: weights, activations of instances that are awake",
+    "others": "others: memory of the device that other processes use",
+    "free": "free: on a device, could be granted; of a limit, not mapped",
+}
 _COLUMNS = (
     ("MAPPED", "what the instance holds; the bar shows its parts, of the limit"),
     ("IN/S OUT/S", "pages mapped and unmapped a second; EVICT/S cached blocks"),

@@ -10,8 +10,7 @@ does not find it.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from kvelastic.cli.kvtop.scene import Instance, Scene
@@ -20,52 +19,41 @@ HISTORY_LOOKS: Final = 120
 """More than the cells of the widest sparkline."""
 
 
-@dataclass
-class _Past:
-    """The history of one instance."""
-
-    at_s: float
-    instance: Instance
-    history_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY_LOOKS))
-
-
 class Model:
     """The history of all instances. It does no input or output, and reads no clock."""
 
     def __init__(self) -> None:
         self.ended: tuple[str, ...] = ()
-        self._past: dict[str, _Past] = {}
+        self._last = Scene(at_s=0.0)
 
     def add(self, scene: Scene) -> Scene:
         """Add the next read, and return it with rates and history.
 
         A rate is None without an earlier read, if no time has passed, or if a counter decreased.
         """
-        before, self._past = self._past, {}
+        before = {one.key: one for one in self._last.instances}
+        passed_s = scene.at_s - self._last.at_s
         instances = tuple(
-            self._compare(one, before.get(one.key), scene.at_s) for one in scene.instances
+            _compared(one, before.pop(one.key, None), passed_s) for one in scene.instances
         )
-        self.ended = tuple(
-            sorted(past.instance.label for key, past in before.items() if key not in self._past)
-        )
-        return replace(scene, instances=instances)
+        self.ended = tuple(sorted(one.label for one in before.values()))
+        self._last = replace(scene, instances=instances)
+        return self._last
 
-    def _compare(self, now: Instance, past: _Past | None, at_s: float) -> Instance:
-        passed_s = at_s - past.at_s if past else 0.0
-        history = past.history_bytes if past else deque[int](maxlen=HISTORY_LOOKS)
-        if now.mapped_bytes is not None:
-            history.append(now.mapped_bytes)
-        self._past[now.key] = _Past(at_s, now, history)
-        then = past.instance if past else None
-        if then is None:
-            return replace(now, history_bytes=tuple(history))
-        return replace(
-            now,
-            pages_in_per_s=_rate(then.pages_in, now.pages_in, passed_s),
-            pages_out_per_s=_rate(then.pages_out, now.pages_out, passed_s),
-            evicted_per_s=_rate(then.blocks_evicted, now.blocks_evicted, passed_s),
-            history_bytes=tuple(history),
-        )
+
+def _compared(now: Instance, then: Instance | None, passed_s: float) -> Instance:
+    history = () if then is None else then.history_bytes
+    if now.mapped_bytes is not None:
+        history = (*history, now.mapped_bytes)[-HISTORY_LOOKS:]
+    if then is None:
+        return replace(now, history_bytes=history)
+    return replace(
+        now,
+        pages_in_per_s=_rate(then.pages_in, now.pages_in, passed_s),
+        pages_out_per_s=_rate(then.pages_out, now.pages_out, passed_s),
+        evicted_per_s=_rate(then.blocks_evicted, now.blocks_evicted, passed_s),
+        history_bytes=history,
+    )
 
 
 def _rate(before: int | None, now: int | None, passed_s: float) -> float | None:

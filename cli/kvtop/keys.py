@@ -1,7 +1,7 @@
 """The effects of keys: the new state of the screen, and the actions for the caller.
 
     ui, effects = press(ui, "j", scene.instances)
-    for effect in effects: ...             # Quit, Look or Ask; the caller performs them
+    for effect in effects: ...             # "quit", "look" or Ask; the caller performs them
 
 A key is one character, or a name: up, down, page_up, page_down, home, end, enter, escape,
 backspace.
@@ -30,16 +30,6 @@ _SLEEPS: Final = {"z": True, "w": False}
 
 
 @dataclass(frozen=True)
-class Quit:
-    """End the program."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """Read the instances now, before the interval ends."""
-
-
-@dataclass(frozen=True)
 class Ask:
     """Request one setting of an instance. `value` is bytes, a priority, 1 (sleep) or 0 (wake)."""
 
@@ -49,7 +39,8 @@ class Ask:
     value: int
 
 
-Effect = Quit | Look | Ask
+Effect = Ask | Literal["quit", "look"]
+"""A request, the end of the program, or a look at the instances before the interval ends."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +107,9 @@ def press(ui: Ui, key: str, instances: Sequence[Instance]) -> tuple[Ui, list[Eff
 
 def _press_list(ui: Ui, key: str, instances: Sequence[Instance]) -> tuple[Ui, list[Effect]]:
     if key in {"q", "Q"}:
-        return ui, [Quit()]
+        return ui, ["quit"]
     if key == " ":
-        return ui, [Look()]
+        return ui, ["look"]
     changed = _arranged(ui, key)
     if changed is not None:
         return found(changed, instances), []

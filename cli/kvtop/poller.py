@@ -1,8 +1,8 @@
 """The poller: reads instances and makes requests on its own threads, so keys never wait.
 
-outside = Outside(names=(), interval_s=1.0, wake=terminal.wake)
+outside = Outside(names=(), interval_s=1.0, events=events)
 outside.start(); outside.look_soon(); outside.ask(ask)
-for news in outside.news(): ...          # a Scene, or a Notice
+news = events.get()                      # a Scene, or a Notice
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +22,7 @@ from kvelastic.instance.outcome import HOLDS, MAY_HOLD, outcome_of
 from kvelastic.shared.segment import Request
 
 if TYPE_CHECKING:
+    from kvelastic.cli.kvtop.terminal import Events
     from kvelastic.shared.segment import Ack
 
 ANSWER_WAIT_S: Final = 1.0
@@ -66,15 +66,13 @@ def request(ask: Ask) -> Notice:
 class Outside:
     """Two threads: one reads every `interval_s` seconds, one sends requests in order."""
 
-    def __init__(
-        self, *, names: Sequence[str], interval_s: float, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, *, names: Sequence[str], interval_s: float, events: Events) -> None:
+        """Scenes and outcomes are put into `events`."""
         self._names = names
         self._interval_s = interval_s
-        self._wake = wake
+        self._events = events
         self._look_now = threading.Event()
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[Scene | Notice] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start the threads with an immediate read. They are daemons that end with the process."""
@@ -86,33 +84,21 @@ class Outside:
         self._look_now.set()
 
     def ask(self, ask: Ask) -> None:
-        """Queue a request. `news` returns its outcome later."""
+        """Queue a request; its outcome follows."""
         self._asks.put(ask)
-
-    def news(self) -> list[Scene | Notice]:
-        """Return the scenes and outcomes since the last call. Never blocks."""
-        found: list[Scene | Notice] = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(self._news.get_nowait())
-        return found
 
     def _look_again_and_again(self) -> None:
         while True:
             self._look_now.clear()
             begun_s = time.monotonic()
-            self._put(look(self._names))
+            self._events.put(look(self._names))
             self._look_now.wait(max(0.0, begun_s + self._interval_s - time.monotonic()))
 
     def _request_one_after_another(self) -> None:
         while True:
             ask = self._asks.get()
-            self._put(request(ask))
+            self._events.put(request(ask))
             self.look_soon()  # the request has changed the shown values
-
-    def _put(self, news: Scene | Notice) -> None:
-        self._news.put(news)
-        self._wake()
 
 
 def request_of(ask: Ask) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvelastic.cli.kvtop.bars import instance_bar, sparkline, tier_bar
+from kvelastic.cli.kvtop.bars import amounts, instance_bar, sparkline, tier_bar, uses_of
 from kvelastic.cli.kvtop.keys import value_text
 from kvelastic.cli.kvtop.scene import Instance
 from kvelastic.cli.kvtop.text import (
@@ -217,15 +217,9 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
         ("reserved when awake" if one.asleep else "reserved", _reserved(one)),
         ("model", one.model),
     )
-    parts: list[tuple[str, Style, str, int | None]] = [
-        (glyphs.in_use, "in_use", "in use", one.in_use_bytes),
-        (glyphs.cached, "cached", "cached", one.cached_bytes),
-        (glyphs.parked, "parked", "parked", one.parked_bytes),
-        (glyphs.slack, "slack", "slack", one.slack_bytes),
-    ]
     memory: Line = []
-    for glyph, style, title, amount_bytes in parts:
-        memory += [Span(glyph, style), Span(f" {title} {short_size(amount_bytes)}  ")]
+    for amount in amounts(uses_of(one), glyphs):
+        memory += [*amount, Span("  ")]
     tiers = [_tier(tier, glyphs) for tier in one.tiers]
     return [cut(line, width) for line in (who, where, what, memory, *tiers)]
 

@@ -1,10 +1,8 @@
-"""kvtop's terminal: curses, and the only place that waits for keys, resizes and signals.
+"""kvtop's terminal: curses; keys, resizes and signals become events of one queue.
 
-    with Terminal.opened() as terminal:
-        terminal.draw(lines)
-        for event in terminal.wait(0.5): ...     # "key:j", "resize", "end", "wake"
-
-A key, a resize, a terminating signal, or `wake()` from another thread ends a wait immediately.
+with Terminal.opened(events) as terminal:
+    terminal.draw(lines)
+    if events.get() == "input": keys = terminal.typed()
 """
 
 from __future__ import annotations
@@ -15,13 +13,18 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from kvelastic.cli.kvtop.text import ASCII, UNICODE, Glyphs, Line, Span, cells, has_blocks
 from kvelastic.errors import TerminalError
+
+Events = SimpleQueue[Any]
+"""Events of the terminal as text, and what other threads report to the main loop."""
 
 _KEY_NAMES: Final = {
     curses.KEY_UP: "up",
@@ -70,16 +73,18 @@ class Terminal:
 
     @classmethod
     @contextmanager
-    def opened(cls) -> Iterator[Terminal]:
+    def opened(cls, events: Events) -> Iterator[Terminal]:
         """Take over the terminal for the context, and always restore it afterwards.
 
-        Raises `TerminalError` without a terminal, or if it cannot position text.
+        Puts into `events`: "input" if keys were typed, "resize", and "end" at a signal that ends
+        the program, or if the terminal was closed. Raises `TerminalError` without a terminal, or
+        if it cannot position text.
         """
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise TerminalError("kvtop needs a terminal; `kvtop --once` prints one plain screen")
         with suppress(locale.Error):
             locale.setlocale(locale.LC_ALL, "")
-        with _Signals() as signals:  # before curses, which keeps existing signal handlers
+        with _signals_into(events):  # before curses, which keeps existing signal handlers
             try:
                 curses.setupterm(fd=sys.stdout.fileno())
                 if curses.tigetstr("cup") is None:
@@ -91,7 +96,7 @@ class Terminal:
                     " `kvtop --once` prints one plain screen"
                 ) from None
             try:
-                yield cls(window, signals)
+                yield cls(window, events)
             finally:
                 with suppress(curses.error):
                     window.keypad(False)
@@ -99,9 +104,8 @@ class Terminal:
                     curses.echo()
                     curses.endwin()
 
-    def __init__(self, window: curses.window, signals: _Signals) -> None:
+    def __init__(self, window: curses.window, events: Events) -> None:
         self._window = window
-        self._signals = signals
         curses.noecho()
         curses.cbreak()
         curses.set_escdelay(_ESCAPE_WAIT_MS)
@@ -113,38 +117,15 @@ class Terminal:
         codeset = locale.nl_langinfo(locale.CODESET)
         is_able = has_blocks(codeset) and has_blocks(sys.stdout.encoding or "ascii")
         self.glyphs: Glyphs = UNICODE if is_able else ASCII
-        self._poll = select.poll()
-        self._poll.register(sys.stdin.fileno(), select.POLLIN)
-        self._poll.register(signals.reader, select.POLLIN)
+        self._is_read = threading.Event()
+        """Set when the typed keys were read."""
+        threading.Thread(target=self._watch_input, args=(events,), daemon=True).start()
 
     @property
     def size(self) -> tuple[int, int]:
         """Number of columns and lines."""
         lines, columns = self._window.getmaxyx()
         return columns, lines
-
-    def wake(self) -> None:
-        """End a wait. Any thread may call it."""
-        self._signals.wake()
-
-    def wait(self, timeout_s: float) -> list[str]:
-        """Block until an event, for at most `timeout_s`; return the events.
-
-        An event is `key:K` (K for `keys.press`), `resize`, `wake`, or `end` (a signal, or the
-        terminal was closed).
-        """
-        ready = dict(self._poll.poll(max(0.0, timeout_s) * 1000))
-        events: list[str] = []
-        if self._signals.reader in ready:
-            events += self._signals.take()
-        state = ready.get(sys.stdin.fileno(), 0)
-        if state & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
-            events.append("end")
-        elif state:
-            events += self._keys()
-        if "resize" in events:
-            self._resize()
-        return events
 
     def draw(self, lines: list[Line]) -> None:
         """Draw the lines from the top. Parts that do not fit are omitted."""
@@ -160,6 +141,19 @@ class Terminal:
         self._window.noutrefresh()
         curses.doupdate()
 
+    def _watch_input(self, events: Events) -> None:
+        """Report that keys were typed, or that the terminal was closed. Runs in its own thread."""
+        poll = select.poll()
+        poll.register(sys.stdin.fileno(), select.POLLIN)
+        while True:
+            ((_, state),) = poll.poll()
+            if state & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+                events.put("end")
+                return
+            self._is_read.clear()
+            events.put("input")
+            self._is_read.wait()
+
     def _attribute(self, span: Span) -> int:
         attribute = self._styles.get(span.style, curses.A_NORMAL)
         if not span.is_selected:
@@ -167,21 +161,24 @@ class Terminal:
         # No dim and no colours on the selected line: some terminals make them unreadable there.
         return curses.A_REVERSE | (attribute & curses.A_BOLD)
 
-    def _keys(self) -> list[str]:
+    def typed(self) -> list[str]:
+        """Return the keys typed since the last call, for `keys.press`."""
         found: list[str] = []
         while True:
             try:
                 key = self._window.get_wch()
             except (curses.error, ValueError):  # no more input, or bytes outside the encoding
+                self._is_read.set()
                 return found
             if isinstance(key, int):
                 name = _KEY_NAMES.get(key, "")
             else:
                 name = _CHARACTER_NAMES.get(key, key)
             if name:
-                found.append(f"key:{name}")
+                found.append(name)
 
-    def _resize(self) -> None:
+    def resize(self) -> None:
+        """Take the present size of the terminal."""
         try:
             columns, lines = os.get_terminal_size(sys.stdout.fileno())
         except OSError:
@@ -209,40 +206,16 @@ def _styles() -> dict[str, int]:
     return styles
 
 
-class _Signals:
-    """Writes signals as bytes to a pipe, to wait for them and keys together.
+@contextmanager
+def _signals_into(events: Events) -> Iterator[None]:
+    """Turn signals into events. Restores the old handlers at its end."""
 
-    Restores the old handlers at its end.
-    """
+    def put(number: int, _: FrameType | None) -> None:
+        events.put("resize" if number == signal.SIGWINCH else "end")
 
-    def __enter__(self) -> _Signals:
-        self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._events: list[str] = []
-        self._before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (*_ENDING_SIGNALS, signal.SIGWINCH)
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, put) for number in (*_ENDING_SIGNALS, signal.SIGWINCH)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-        reader, writer = self.reader, self._writer
-        self._writer = -1  # a later `wake` does nothing
-        os.close(reader)
-        os.close(writer)
-
-    def wake(self) -> None:
-        with suppress(OSError):  # a full pipe already causes a wake-up
-            os.write(self._writer, b"w")
-
-    def take(self) -> list[str]:
-        with suppress(BlockingIOError):
-            while os.read(self.reader, 4096):
-                pass
-        events, self._events = self._events, []
-        return [*events, "wake"]
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._events.append("resize" if number == signal.SIGWINCH else "end")
-        self.wake()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvelastic.cli.kvtop.bars import device_bar
+from kvelastic.cli.kvtop.bars import amounts, device_bar, uses_of
 from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.keys import Ui, request_text, selected_at, shown, value_of, value_text
 from kvelastic.cli.kvtop.scene import Device, Instance, Scene
@@ -172,14 +172,6 @@ def _table(
 # --------------------------------------------------------------------------- the last lines, help
 
 
-_MOOD_STYLES: Final[dict[str, Style]] = {
-    "plain": "plain",
-    "good": "good",
-    "warn": "warn",
-    "bad": "bad",
-}
-
-
 def _footer(ui: Ui, width: int, most_lines: int, glyphs: Glyphs) -> list[Line]:
     if ui.mode == "filter":
         return [_prompt("Show only: ", ui.filter_text, width)]
@@ -196,7 +188,7 @@ def _footer(ui: Ui, width: int, most_lines: int, glyphs: Glyphs) -> list[Line]:
     if ui.mode == "confirm" and ui.target is not None:
         return _question(ui, ui.target, width, most_lines, glyphs)
     if ui.message:
-        return _wrapped(ui.message, _MOOD_STYLES[ui.mood], width, most_lines, glyphs)
+        return _wrapped(ui.message, ui.mood, width, most_lines, glyphs)
     hints = _HINTS if len(_HINTS) <= width else _HINTS_SHORT
     return [cut([Span(hints, "dim")], width)]
 
@@ -279,23 +271,17 @@ def _device_line(device: Device, names: int, width: int, glyphs: Glyphs) -> Line
 
 
 def _amounts(device: Device, width: int, glyphs: Glyphs) -> Line:
-    parts: list[tuple[str, Style, str, int]] = [
-        (glyphs.in_use, "in_use", "in use", device.in_use_bytes),
-        (glyphs.cached, "cached", "cached", device.cached_bytes),
-        (glyphs.parked, "parked", "parked", device.parked_bytes),
-        (glyphs.slack, "slack", "slack", device.slack_bytes),
-    ]
+    uses = uses_of(device)
     if device.reserved_bytes:
-        parts.append((glyphs.reserved, "reserved", "reserved", device.reserved_bytes))
+        uses["reserved"] = device.reserved_bytes
     if device.has_ledger:
-        parts.append((glyphs.others, "others", "others", device.others_bytes))
+        uses["others"] = device.others_bytes
+    parts = amounts(uses, glyphs)
     if device.guaranteed_bytes:
-        parts.append(("", "plain", "min", device.guaranteed_bytes))
+        parts.append([Span(f"min {short_size(device.guaranteed_bytes)}")])
     line: Line = []
-    for glyph, style, title, amount_bytes in parts:
-        mark = [Span(glyph, style), Span(" ")] if glyph else []
-        amount = [Span("  "), *mark, Span(f"{title} {short_size(amount_bytes)}")]
-        if line_cells([*line, *amount]) > width:  # only complete amounts
+    for amount in parts:
+        if line_cells([*line, Span("  "), *amount]) > width:  # only complete amounts
             break
-        line += amount
+        line += [Span("  "), *amount]
     return line

@@ -13,6 +13,7 @@ from kvelastic.cli.kvtop import poller
 from kvelastic.cli.kvtop.app import App
 from kvelastic.cli.kvtop.keys import Ask
 from kvelastic.cli.kvtop.poller import Notice, Outside, look
+from kvelastic.cli.kvtop.terminal import Events
 from kvelastic.cli.kvtop.text import ASCII, Line
 
 
@@ -22,19 +23,18 @@ class TypedTerminal:
     glyphs = ASCII
     size = (100, 24)
 
-    def __init__(self) -> None:
-        self._events: queue.Queue[str] = queue.Queue()
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._keys: queue.Queue[str] = queue.Queue()
         self._screens: queue.Queue[str] = queue.Queue()
-
-    def wake(self) -> None:
-        self._events.put("wake")
 
     def press(self, *keys: str) -> None:
         for key in keys:
-            self._events.put(f"key:{key}")
+            self._keys.put(key)
+            self._events.put("input")
 
-    def wait(self, timeout_s: float) -> list[str]:
-        return [self._events.get(timeout=DEADLINE_S)]
+    def typed(self) -> list[str]:
+        return [self._keys.get(timeout=DEADLINE_S)]
 
     def draw(self, lines: list[Line]) -> None:
         self._screens.put("\n".join("".join(span.text for span in line) for line in lines))
@@ -48,10 +48,11 @@ class TypedTerminal:
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setattr(poller, "look", lambda names: ONE)
-    terminal = TypedTerminal()
-    outside = Outside(names=(), interval_s=3600, wake=terminal.wake)
+    events: Events = queue.SimpleQueue()
+    terminal = TypedTerminal(events)
+    outside = Outside(names=(), interval_s=3600, events=events)
     outside.start()
-    running = threading.Thread(target=App(terminal, outside).run)
+    running = threading.Thread(target=App(terminal, outside, events).run)
     running.start()
     terminal.wait_for("kvelastic_vllm_1")
     yield terminal

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import GIB, MANY, MIB, instance
 
-from kvelastic.cli.kvtop.keys import Ask, Effect, Look, Quit, Ui, found, press, selected_at, shown
+from kvelastic.cli.kvtop.keys import Ask, Effect, Ui, found, press, selected_at, shown
 from kvelastic.cli.kvtop.poller import answer_line
 from kvelastic.cli.kvtop.scene import ORDERS, Instance
 from kvelastic.cli.kvtop.text import UNICODE
@@ -167,8 +167,8 @@ def test_current_sleep_state_is_reported_without_a_request(key, asleep):
 
 
 def test_quit_refresh_and_help_keys():
-    assert press_all("q")[1] == [Quit()]
-    assert press_all(" ")[1] == [Look()]
+    assert press_all("q")[1] == ["quit"]
+    assert press_all(" ")[1] == ["look"]
     for key in "?h":
         ui, _ = press_all(key)
         assert ui.mode == "help"
@@ -194,7 +194,7 @@ def test_random_keys_leave_a_drawable_screen(keys, width, height):
     ui = Ui()
     for key in keys:
         ui, effects = press(ui, key, MANY.instances)
-        assert all(isinstance(effect, Quit | Look | Ask) for effect in effects)
+        assert all(effect in {"quit", "look"} or isinstance(effect, Ask) for effect in effects)
     lines = screen(MANY, ui, width=width, height=height, glyphs=UNICODE, clock="")
     assert len(lines) == height
 
