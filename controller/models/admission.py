@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final
 
 from kvelastic import _vmm
+from kvelastic.controller.settings.settings import GroupSettings
 from kvelastic.units import format_size
 
 _NAMED_HOLDERS: Final = 3
@@ -83,16 +85,16 @@ class Device:
         )
 
 
-@dataclass(frozen=True)
-class Group:
-    """A group of models with restrictions other than memory."""
+class Stand(Enum):
+    """A model's relation to memory."""
 
-    at_once: int = 0
-    """Maximum number awake at once; 0: no limit."""
-    exclusive: bool = False
-    """While one of its models is awake, models outside that can sleep are not."""
-    persistent: bool = False
-    """Its models do not make room for an exclusive group."""
+    AWAY = "away"
+    """It holds no memory: asleep, stopped, or waiting for its turn."""
+    COMING = "coming"
+    """It has had its turn, and wakes or starts."""
+    THERE = "there"
+    GOING = "going"
+    """It falls asleep or stops, and still holds its memory."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ class Model:
     """True if it is busy or was within the last `min_awake`."""
     yields: bool = False
     """Its new requests are already held back, so that it becomes idle."""
+    stand: Stand = Stand.THERE
+    is_starting: bool = False
+    """Its wake starts a process; the number of concurrent starts is limited."""
 
     @property
     def may_leave_now(self) -> bool:
@@ -129,7 +134,7 @@ class Model:
 class Admission:
     """Devices and groups at one moment."""
 
-    def __init__(self, devices: Mapping[str, Device], groups: Mapping[str, Group]) -> None:
+    def __init__(self, devices: Mapping[str, Device], groups: Mapping[str, GroupSettings]) -> None:
         self.devices = devices
         self.groups = groups
 

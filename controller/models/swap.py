@@ -24,20 +24,18 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models import instance_memory
-from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
+from kvelastic.controller.models.admission import Admission, Claim, Device, Model, Stand
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.instance_memory import DeviceClaims
 from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
 from kvelastic.controller.models.swap_policy import (
     SPARED_PART,
     Decision,
-    Stand,
-    Standing,
     Want,
     decide,
 )
@@ -165,8 +163,8 @@ class Swapper:
         models = {model.name: model for model in self._app_state.fleet}
         models |= {waiting.model.name: waiting.model for waiting in self._waiting.values()}
         admission, claims = self._admission(devices, list(models.values()), same)
-        standings = {
-            name: standing_of(
+        planned = {
+            name: planned_of(
                 model,
                 claims[name],
                 _priority(model, devices),
@@ -177,18 +175,15 @@ class Swapper:
             for name, model in models.items()
         }
         wants = [
-            Want(
-                w.want.name,
-                w.want.number,
-                w.model.gate.waiting_priority,
-                w.want.may_displace,
-                w.want.is_start,
+            replace(
+                w.want,
+                priority=w.model.gate.waiting_priority,
                 spares_s=max(0.0, w.model.spares_until_s - now_s),
             )
             for w in self._waiting.values()
             if not w.turn.done()
         ]
-        decision = decide(admission, standings, wants, settings.swap.starts_at_once)
+        decision = decide(admission, planned, wants, settings.swap.starts_at_once)
         self._apply(decision, models, now_s)
         return decision
 
@@ -241,7 +236,7 @@ class Swapper:
                     if name not in ours and not _starts_for(name, sessions)
                 },
             )
-        groups = {g.name: Group(g.at_once, g.exclusive, g.persistent) for g in settings.groups}
+        groups = {group.name: group for group in settings.groups}
         claims = {model.name: self._claims_of(model, devices) for model in models}
         return Admission(by_name, groups), claims
 
@@ -278,15 +273,15 @@ class Swapper:
         return {self._ledger_of(device): claim}
 
 
-def standing_of(
+def planned_of(
     model: ServedModel,
     claims: Mapping[str, Claim],
     priority: int,
     group: str | None,
     min_awake_s: float,
     now_s: float,
-) -> Standing:
-    """Return the model's standing for `swap_policy`."""
+) -> Model:
+    """Return the model as `swap_policy` plans for it."""
     gate = model.gate
     stand = {
         State.AWAKE: Stand.THERE,
@@ -297,20 +292,18 @@ def standing_of(
         State.DOWN: Stand.GOING if model.has_turn else Stand.AWAY,
     }[gate.state]
     since_s = now_s if stand is Stand.COMING else model.awake_since_s
-    return Standing(
-        Model(
-            name=model.name,
-            claims=claims,
-            priority=priority,
-            group=group,
-            can_leave=model.can_sleep and not model.settings.pin,
-            is_busy=stand is not Stand.THERE or not gate.may_make_room,
-            idle_s=model.idle_s,
-            stays_s=0.0 if since_s is None else max(0.0, since_s + min_awake_s - now_s),
-            is_in_use=model.idle_s < min_awake_s,
-            yields=gate.yields,
-        ),
-        stand,
+    return Model(
+        name=model.name,
+        claims=claims,
+        priority=priority,
+        group=group,
+        can_leave=model.can_sleep and not model.settings.pin,
+        is_busy=stand is not Stand.THERE or not gate.may_make_room,
+        idle_s=model.idle_s,
+        stays_s=0.0 if since_s is None else max(0.0, since_s + min_awake_s - now_s),
+        is_in_use=model.idle_s < min_awake_s,
+        yields=gate.yields,
+        stand=stand,
         is_starting=gate.state is State.STARTING or model.is_on_demand,
     )
 

@@ -1,6 +1,6 @@
 """Decides which model's turn it is: a pure function of waiting models and memory holders.
 
-    decision = decide(admission, standings, wants)
+    decision = decide(admission, models, wants)
 
 Waiting models are served by rank, and in order of arrival within a rank. No model overtakes: for
 later ones, the need of an earlier one is already used, and the models it displaces are gone. So an
@@ -17,37 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Final
 
-from kvelastic.controller.models.admission import Admission, Model
+from kvelastic.controller.models.admission import Admission, Model, Stand
 
 SPARED_PART: Final = 0.75
 """As a part of `min_awake`: how long a model that has made room spares models in use. Of nine
 values tried it had the shortest waits on 36 traces of bursts (see test_swap_bursts.py).
 """
-
-
-class Stand(Enum):
-    """A model's relation to memory."""
-
-    AWAY = "away"
-    """It holds no memory: asleep, stopped, or waiting for its turn."""
-    COMING = "coming"
-    """It has had its turn, and wakes or starts."""
-    THERE = "there"
-    GOING = "going"
-    """It falls asleep or stops, and still holds its memory."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One model and its relation to memory."""
-
-    model: Model
-    stand: Stand
-    is_starting: bool = False
-    """Its wake starts a process; the number of concurrent starts is limited."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +80,19 @@ def rank(want: Want, model: Model) -> tuple[int, int, int]:
 
 def decide(
     admission: Admission,
-    standings: Mapping[str, Standing],
+    models: Mapping[str, Model],
     wants: Iterable[Want],
     starts_at_once: int = 0,
 ) -> Decision:
     """Decide on all waiting models. `starts_at_once`: limit of concurrent starts; 0: no limit."""
     decision = Decision()
-    held = {name: one.model for name, one in standings.items() if one.stand is not Stand.AWAY}
-    kept = {name: m for name, m in held.items() if standings[name].stand is not Stand.GOING}
+    held = {name: one for name, one in models.items() if one.stand is not Stand.AWAY}
+    kept = {name: one for name, one in held.items() if one.stand is not Stand.GOING}
     """The models that remain once all sleeps and wakes in progress have ended."""
-    starting = sum(one.is_starting and one.stand is Stand.COMING for one in standings.values())
-    ordered = sorted(wants, key=lambda want: rank(want, standings[want.name].model))
+    starting = sum(one.is_starting and one.stand is Stand.COMING for one in models.values())
+    ordered = sorted(wants, key=lambda want: rank(want, models[want.name]))
     for want in ordered:
-        coming = standings[want.name].model
+        coming = models[want.name]
         present = [_spared(model, want) for model in kept.values()]
         leavers = admission.leavers(coming, present)
         if leavers is None or (leavers and not want.may_displace):
@@ -128,7 +105,7 @@ def decide(
         if not leavers:
             in_the_way = admission.obstacle(coming, held.values())
             if in_the_way is not None:
-                going = [n for n, one in standings.items() if one.stand is Stand.GOING]
+                going = [n for n, one in models.items() if one.stand is Stand.GOING]
                 decision.waits[want.name] = Wait("others still fall asleep", tuple(going))
             elif want.is_start and starts_at_once and starting >= starts_at_once:
                 decision.waits[want.name] = Wait(f"{starting} engines are starting already")
@@ -143,7 +120,7 @@ def decide(
             decision.waits[want.name] = Wait("others fall asleep for it", names)
             continue
         decision.waits[want.name] = Wait(_why(leavers, coming), names)
-        _hold_back(decision, leavers, coming, standings)
+        _hold_back(decision, leavers, coming)
     return decision
 
 
@@ -153,12 +130,10 @@ def _spared(model: Model, want: Want) -> Model:
     return replace(model, stays_s=want.spares_s)
 
 
-def _hold_back(
-    decision: Decision, leavers: Sequence[Model], coming: Model, standings: Mapping[str, Standing]
-) -> None:
+def _hold_back(decision: Decision, leavers: Sequence[Model], coming: Model) -> None:
     """Hold back busy models whose `min_awake` is over; look again when the next one ends."""
     for model in leavers:
-        if standings[model.name].stand is not Stand.THERE:
+        if model.stand is not Stand.THERE:
             continue
         if model.stays_s > 0:
             before_s = decision.look_again_in_s

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
+from kvelastic.controller.models.admission import Admission, Claim, Device, Model, Stand
 from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
-from kvelastic.controller.models.swap_policy import SPARED_PART, Stand, Standing, Want, decide
+from kvelastic.controller.models.swap_policy import SPARED_PART, Want, decide
+from kvelastic.controller.settings.settings import GroupSettings
 from tools.reclaim_simulator.instance import Instance, Request
 from tools.reclaim_simulator.simulation import Simulation
 from tools.reclaim_simulator.trace import Arrival, Trace
@@ -99,7 +100,7 @@ class TurnSimulation(Simulation):
         engines: tuple[Engine, ...],
         *,
         min_awake_s: float,
-        groups: dict[str, Group] | None = None,
+        groups: dict[str, GroupSettings] | None = None,
         starts_at_once: int = 0,
     ) -> None:
         super().__init__(trace)
@@ -235,7 +236,7 @@ class TurnSimulation(Simulation):
             for each in self.served:
                 each.gate.set_yields(False)
             return
-        standings = {each.one.spec.name: self._standing(each) for each in self.served}
+        planned = {each.one.spec.name: self._planned(each) for each in self.served}
         wants = [
             Want(
                 each.one.spec.name,
@@ -247,7 +248,7 @@ class TurnSimulation(Simulation):
         ]
         device = Device(self.trace.capacity_bytes, self.trace.total_bytes)
         decision = decide(
-            Admission({DEVICE: device}, self.groups), standings, wants, self.starts_at_once
+            Admission({DEVICE: device}, self.groups), planned, wants, self.starts_at_once
         )
         for name in decision.go:
             self.go(self.by_name[name])
@@ -271,7 +272,7 @@ class TurnSimulation(Simulation):
             self._look_again_s = self.now_s + decision.look_again_in_s
             self.after(decision.look_again_in_s + 0.001, lambda: None)
 
-    def _standing(self, each: Served) -> Standing:
+    def _planned(self, each: Served) -> Model:
         spec, gate = each.one.spec, each.gate
         stand = {
             State.AWAKE: Stand.THERE,
@@ -280,7 +281,7 @@ class TurnSimulation(Simulation):
             State.WAKING: Stand.COMING if each.has_turn else Stand.AWAY,
         }[gate.state]
         since_s = self.now_s if stand is Stand.COMING else each.awake_since_s
-        model = Model(
+        return Model(
             spec.name,
             {DEVICE: Claim(spec.reserved_bytes, spec.min_bytes)},
             priority=spec.priority,
@@ -290,5 +291,11 @@ class TurnSimulation(Simulation):
             is_in_use=not gate.is_idle or self.now_s - gate.last_activity_s < self.min_awake_s,
             stays_s=0.0 if since_s is None else max(0.0, since_s + self.min_awake_s - self.now_s),
             yields=gate.yields,
+            stand=stand,
+            is_starting=each.engine.is_start,
         )
-        return Standing(model, stand, is_starting=each.engine.is_start)
+
+
+def group(**rules: object) -> GroupSettings:
+    """Return a group with these rules; which models are in it is said by the models."""
+    return GroupSettings.model_validate({"name": "g", "models": ("m",), **rules})

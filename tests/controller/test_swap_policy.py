@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swap_simulation import group
 
-from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
-from kvelastic.controller.models.swap_policy import Decision, Stand, Standing, Want, decide
+from kvelastic.controller.models.admission import Admission, Claim, Device, Model, Stand
+from kvelastic.controller.models.swap_policy import Decision, Want, decide
+from kvelastic.controller.settings.settings import GroupSettings
 
 GIB = 1 << 30
 GPU = "default/gpu0"
@@ -23,21 +26,21 @@ def model(name: str, needs: int = 8, least: int = 0, **more: Any) -> Model:
 def admission(
     capacity: int = 24,
     others: dict[str, int] | None = None,
-    groups: dict[str, Group] | None = None,
+    groups: dict[str, GroupSettings] | None = None,
 ) -> Admission:
     held = {name: Claim(count * GIB) for name, count in (others or {}).items()}
     return Admission({GPU: Device(capacity * GIB, others=held)}, groups or {})
 
 
-def there(*models: Model) -> dict[str, Standing]:
-    return {one.name: Standing(one, Stand.THERE) for one in models}
+def there(*models: Model) -> dict[str, Model]:
+    return {one.name: one for one in models}
 
 
 def decide_for(
     coming: Model, *present: Model, where: Admission | None = None, **want: Any
 ) -> Decision:
-    standings = {**there(*present), coming.name: Standing(coming, Stand.AWAY)}
-    return decide(where or admission(), standings, [Want(coming.name, 1, **want)])
+    models = {**there(*present), coming.name: replace(coming, stand=Stand.AWAY)}
+    return decide(where or admission(), models, [Want(coming.name, 1, **want)])
 
 
 def test_model_that_fits_wakes_immediately() -> None:
@@ -108,45 +111,45 @@ def test_only_guarantees_count_against_room() -> None:
 def test_room_promised_to_a_model_is_not_reused() -> None:
     """Of two that start at once each finds room for one."""
     a, b = model("a", 16), model("b", 16)
-    standings = {one.name: Standing(one, Stand.AWAY) for one in (a, b)}
-    decision = decide(admission(), standings, [Want("b", 2), Want("a", 1)])
+    models = {one.name: replace(one, stand=Stand.AWAY) for one in (a, b)}
+    decision = decide(admission(), models, [Want("b", 2), Want("a", 1)])
     assert decision.go == ["a"]
     assert decision.sleep == []
-    standings["a"] = Standing(a, Stand.COMING)
-    assert decide(admission(), standings, [Want("b", 2)]).go == []
+    models["a"] = replace(a, stand=Stand.COMING)
+    assert decide(admission(), models, [Want("b", 2)]).go == []
 
 
 def test_smaller_model_does_not_overtake_a_waiting_one() -> None:
     busy, large, small = model("busy", 16, is_busy=True), model("large", 16), model("small", 8)
-    standings = {
+    models = {
         **there(busy),
-        "large": Standing(large, Stand.AWAY),
-        "small": Standing(small, Stand.AWAY),
+        "large": replace(large, stand=Stand.AWAY),
+        "small": replace(small, stand=Stand.AWAY),
     }
-    decision = decide(admission(), standings, [Want("large", 1), Want("small", 2)])
+    decision = decide(admission(), models, [Want("large", 1), Want("small", 2)])
     # It fits beside what is there now, and beside the large one when that has come.
     assert decision.go == ["small"]
     small = model("small", 9)
-    standings["small"] = Standing(small, Stand.AWAY)
-    assert decide(admission(25), standings, [Want("large", 1), Want("small", 2)]).go == ["small"]
-    assert decide(admission(24), standings, [Want("large", 1), Want("small", 2)]).go == []
+    models["small"] = replace(small, stand=Stand.AWAY)
+    assert decide(admission(25), models, [Want("large", 1), Want("small", 2)]).go == ["small"]
+    assert decide(admission(24), models, [Want("large", 1), Want("small", 2)]).go == []
 
 
 def test_request_priority_is_compared_before_model_priority() -> None:
     one, two, three = model("one", 24), model("two", 24, priority=3), model("three", 24)
-    standings = {m.name: Standing(m, Stand.AWAY) for m in (one, two, three)}
+    models = {m.name: replace(m, stand=Stand.AWAY) for m in (one, two, three)}
     wants = [Want("one", 1), Want("two", 2), Want("three", 3, priority=9)]
-    assert decide(admission(), standings, wants).go == ["three"]
-    assert decide(admission(), standings, wants[:2]).go == ["two"]
+    assert decide(admission(), models, wants).go == ["three"]
+    assert decide(admission(), models, wants[:2]).go == ["two"]
 
 
 def test_model_going_to_sleep_prevents_further_displacement() -> None:
-    standings = {
-        "a": Standing(model("a", 12), Stand.GOING),
-        "b": Standing(model("b", 12), Stand.THERE),
-        "c": Standing(model("c", 12), Stand.AWAY),
+    models = {
+        "a": replace(model("a", 12), stand=Stand.GOING),
+        "b": replace(model("b", 12), stand=Stand.THERE),
+        "c": replace(model("c", 12), stand=Stand.AWAY),
     }
-    decision = decide(admission(), standings, [Want("c", 1)])
+    decision = decide(admission(), models, [Want("c", 1)])
     assert (decision.go, decision.sleep) == ([], [])
     assert decision.waits["c"].leavers == ("a",)
 
@@ -158,16 +161,15 @@ def test_preload_displaces_no_model() -> None:
 
 
 def test_number_of_concurrent_starts_is_limited() -> None:
-    models = [model(name, 1) for name in "abc"]
-    standings = {m.name: Standing(m, Stand.AWAY, is_starting=True) for m in models}
-    wants = [Want(m.name, n, is_start=True) for n, m in enumerate(models)]
-    assert decide(admission(), standings, wants, starts_at_once=2).go == ["a", "b"]
-    standings["a"] = Standing(models[0], Stand.COMING, is_starting=True)
-    assert decide(admission(), standings, wants[1:], starts_at_once=2).go == ["b"]
+    models = {n: model(n, 1, stand=Stand.AWAY, is_starting=True) for n in "abc"}
+    wants = [Want(name, number, is_start=True) for number, name in enumerate(models)]
+    assert decide(admission(), models, wants, starts_at_once=2).go == ["a", "b"]
+    models["a"] = replace(models["a"], stand=Stand.COMING)
+    assert decide(admission(), models, wants[1:], starts_at_once=2).go == ["b"]
 
 
 def test_group_at_once_limits_awake_models() -> None:
-    groups = {"g": Group(at_once=1)}
+    groups = {"g": group(at_once=1)}
     a, b, out = model("a", 1, group="g"), model("b", 1, group="g"), model("out", 1, idle_s=99)
     assert decide_for(b, a, out, where=admission(groups=groups)).sleep == ["a"]
     stuck = model("a", 1, group="g", can_leave=False)
@@ -177,7 +179,7 @@ def test_group_at_once_limits_awake_models() -> None:
 
 
 def test_exclusive_group_displaces_others_except_persistent_and_pinned() -> None:
-    groups = {"alone": Group(exclusive=True), "always": Group(persistent=True)}
+    groups = {"alone": group(exclusive=True), "always": group(persistent=True)}
     present = (
         model("out", 1),
         model("small", 1, group="always"),
@@ -195,7 +197,7 @@ def test_exclusive_group_displaces_others_except_persistent_and_pinned() -> None
 
 def test_overcommit_on_another_device_is_ignored() -> None:
     """Models that run when the controller starts may be more than a group or a device allows."""
-    groups = {"g": Group(at_once=1)}
+    groups = {"g": group(at_once=1)}
     crowd = [model(name, 20, group="g") for name in "ab"]
     coming = Model("c", {"default/other": Claim(GIB)})
     assert decide_for(coming, *crowd, where=admission(groups=groups)).go == ["c"]
@@ -209,10 +211,13 @@ sizes = st.integers(0, 12)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[Admission, dict[str, Standing], list[Want], int]:
+def scenes(draw: st.DrawFn) -> tuple[Admission, dict[str, Model], list[Want], int]:
     """Any number of models in any state, of which some want to wake."""
-    groups = {"g": Group(draw(st.integers(0, 2)), draw(st.booleans())), "h": Group(persistent=True)}
-    standings, wants = {}, []
+    groups = {
+        "g": group(at_once=draw(st.integers(0, 2)), exclusive=draw(st.booleans())),
+        "h": group(persistent=True),
+    }
+    models, wants = {}, []
     for number in range(draw(st.integers(1, 7))):
         stand = draw(st.sampled_from(Stand))
         one = model(
@@ -225,13 +230,14 @@ def scenes(draw: st.DrawFn) -> tuple[Admission, dict[str, Standing], list[Want],
             is_busy=stand is not Stand.THERE or draw(st.booleans()),
             idle_s=draw(sizes),
             stays_s=draw(st.sampled_from([0.0, 0.0, 5.0])),
+            stand=stand,
         )
-        standings[one.name] = Standing(one, stand)
+        models[one.name] = one
         if stand is Stand.AWAY and draw(st.booleans()):
             wants.append(Want(one.name, number, draw(st.integers(0, 1))))
     return (
         admission(others={"x": draw(sizes)}, groups=groups),
-        standings,
+        models,
         wants,
         draw(st.integers(0, 2)),
     )
@@ -240,26 +246,26 @@ def scenes(draw: st.DrawFn) -> tuple[Admission, dict[str, Standing], list[Want],
 @pytest.mark.slow
 @given(scenes())
 def test_random_scenes_yield_valid_decisions(
-    scene: tuple[Admission, dict[str, Standing], list[Want], int],
+    scene: tuple[Admission, dict[str, Model], list[Want], int],
 ) -> None:
-    where, standings, wants, starts = scene
-    decision = decide(where, standings, wants, starts)
-    held = [s.model for s in standings.values() if s.stand is not Stand.AWAY]
+    where, models, wants, starts = scene
+    decision = decide(where, models, wants, starts)
+    held = [m for m in models.values() if m.stand is not Stand.AWAY]
     for name in decision.go:
-        assert where.obstacle(standings[name].model, held) is None
-        held.append(standings[name].model)
+        assert where.obstacle(models[name], held) is None
+        held.append(models[name])
     assert len(set(decision.sleep)) == len(decision.sleep)
     for name in decision.sleep:
-        assert standings[name].stand is Stand.THERE
-        assert standings[name].model.may_leave_now
+        assert models[name].stand is Stand.THERE
+        assert models[name].may_leave_now
     for name in decision.yielding:
-        assert standings[name].stand is Stand.THERE
-        assert standings[name].model.can_leave
-        assert standings[name].model.stays_s == 0
+        assert models[name].stand is Stand.THERE
+        assert models[name].can_leave
+        assert models[name].stays_s == 0
     told = [*decision.go, *decision.refused, *decision.waits]
     assert sorted(told) == sorted(want.name for want in wants), "each is told once"
     for name in decision.refused:
         stuck = [m for m in held if not m.can_leave and m.name not in decision.go]
-        first = min(wants, key=lambda w: (-w.priority, -standings[w.name].model.priority, w.number))
+        first = min(wants, key=lambda w: (-w.priority, -models[w.name].priority, w.number))
         if name == first.name:
-            assert where.obstacle(standings[name].model, stuck) is not None
+            assert where.obstacle(models[name], stuck) is not None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from swap_simulation import SECOND_NS, Engine, TurnSimulation
+from swap_simulation import SECOND_NS, Engine, TurnSimulation, group
 
-from kvelastic.controller.models.admission import Group
 from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
 
 pytestmark = pytest.mark.slow
@@ -23,7 +22,10 @@ def schedule(seed: int) -> TurnSimulation:
     capacity = dice.randint(20, 60)
     are_equal = dice.random() < 0.5
     models, engines = [], []
-    groups = {"g": Group(dice.randint(1, 2), dice.random() < 0.3), "p": Group(persistent=True)}
+    groups = {
+        "g": group(at_once=dice.randint(1, 2), exclusive=dice.random() < 0.3),
+        "p": group(persistent=True),
+    }
     for number in range(dice.randint(2, 6)):
         least = dice.randint(2, 5)
         models.append(
