@@ -15,21 +15,20 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from kvelastic.controller.app_state import AppState
 from kvelastic.controller.application import make_application
-from kvelastic.controller.http.audit import audit
-from kvelastic.controller.http.headers import Headers
-from kvelastic.controller.http.http_protocol import bounded_protocol
+from kvelastic.controller.http.http_protocol import BoundedProtocol, ServerConfig
 from kvelastic.controller.http.log_writer import LogWriter
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.request_log import RequestLog, set_up_logging
 from kvelastic.controller.http.websocket_protocol import (
     MESSAGE_BYTES,
     PING_EVERY_S,
-    bounded_websocket,
+    BoundedWebSocket,
 )
 from kvelastic.controller.launch.listeners import listeners
 from kvelastic.controller.settings.settings import ServerSettings, Settings
@@ -115,21 +114,15 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     return 0
 
 
-def make_config(app_state: AppState) -> uvicorn.Config:
+def make_config(app_state: AppState) -> ServerConfig:
     """Return uvicorn's configuration: no headers added to responses, bounds on requests."""
     server = app_state.settings.server
-
-    def cors(headers: Headers) -> Headers:
-        return app_state.origins.cors(headers)  # a reload replaces it
-
-    return uvicorn.Config(
+    config = ServerConfig(
         make_application(app_state),
         host=server.host,
         port=server.port,
-        http=bounded_protocol(
-            server.max_headers, server.header_timeout, app_state.connections, cors
-        ),
-        ws=bounded_websocket(app_state.connections),
+        http=BoundedProtocol,
+        ws=BoundedWebSocket,
         ws_max_size=MESSAGE_BYTES,
         ws_ping_interval=PING_EVERY_S,
         ws_ping_timeout=PING_EVERY_S,
@@ -146,6 +139,11 @@ def make_config(app_state: AppState) -> uvicorn.Config:
         ssl_certfile=server.tls_cert,
         ssl_keyfile=server.tls_key,
     )
+    config.connections = app_state.connections
+    config.max_header_bytes = server.max_headers
+    config.header_timeout_s = server.header_timeout
+    config.origins = lambda: app_state.origins
+    return config
 
 
 async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
@@ -159,12 +157,7 @@ async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((each[0], each[4]) for each in found):
-            try:
-                sockets.append(socket.create_server(address, family=family, backlog=backlog))
-            except OSError as error:
-                # `localhost` may have an IPv6 address on a machine without IPv6.
-                if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
-                    raise
+            sockets += _bound(family, address, backlog)
     except OSError:
         for each in sockets:
             each.close()
@@ -172,6 +165,19 @@ async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
     if not sockets:
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     return sockets
+
+
+def _bound(family: int, address: Any, backlog: int) -> list[socket.socket]:
+    """Return a listening socket, or none if this machine does not have the address.
+
+    `localhost` may have an IPv6 address on a machine without IPv6.
+    """
+    try:
+        return [socket.create_server(address, family=family, backlog=backlog)]
+    except OSError as error:
+        if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+            raise
+        return []
 
 
 async def _log_listener(server: ServerSettings, error: OSError) -> None:
@@ -190,4 +196,4 @@ async def _reload(app_state: AppState) -> None:
     except KvelasticError as error:
         status, code = 400, error.code
         _log.error("the configuration is as before: %s", error)
-    audit(app_state.log, action="SIGHUP", status=status, error=code)
+    app_state.log.audit(action="SIGHUP", status=status, error=code)

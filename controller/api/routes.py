@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json, refusal_response
 from kvelastic.errors import (
@@ -86,8 +85,7 @@ def route(app_state: AppState, path: str, method: str, who: Who, handler: Handle
 def _audit(app_state: AppState, request: Request, status: int, error: str) -> None:
     named = request.path_params.get("model")
     model = None if named is None else app_state.fleet.find(named)
-    audit(
-        app_state.log,
+    app_state.log.audit(
         action=f"{request.method} {request.url.path}",
         status=status,
         error=error,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvelastic.controller.http.connections import Connections, ConnectionState
 from kvelastic.controller.http.engine_paths import is_realtime
-from kvelastic.controller.http.headers import Headers
+from kvelastic.controller.http.origins import Origins
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import refusal_parts, send_refusal
 
@@ -31,29 +32,18 @@ SEND_TIMEOUT = "kvelastic.send_timeout"
 """Key of a request's ASGI scope: its connection was cut because its client did not read."""
 
 
-class _Bounds(NamedTuple):
+class ServerConfig(uvicorn.Config):
+    """uvicorn's configuration with the bounds of connections, which its maker sets."""
+
+    connections: Connections
     max_header_bytes: int
     header_timeout_s: float
-    connections: Connections
-    more_headers: Callable[[Headers], Headers]
-
-
-def bounded_protocol(
-    max_header_bytes: int,
-    header_timeout_s: float,
-    connections: Connections,
-    more_headers: Callable[[Headers], Headers],
-) -> type[asyncio.Protocol]:
-    """Return a protocol class for `uvicorn.Config(http=...)`.
-
-    `more_headers` maps a request's headers to additional headers of responses made here.
-    """
-    bounds = _Bounds(max_header_bytes, header_timeout_s, connections, more_headers)
-    return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": bounds})
+    origins: Callable[[], Origins]
+    """Returns the accepted origins, which a reload replaces."""
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    bounds: ClassVar[_Bounds]
+    config: ServerConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +60,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._state = self.bounds.connections.enter(self)
+        self._state = self.config.connections.enter(self)
         if self._state is ConnectionState.CLOSED:
             transport.abort()
             return
@@ -84,7 +74,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.bounds.connections.leave(self)
+        self.config.connections.leave(self)
         self._stop_timer()
         waiting = [cycle for cycle, _ in self.pipeline]
         super().connection_lost(exc)
@@ -106,7 +96,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._count(len(data))
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(
-                    self.bounds.header_timeout_s, self._too_late
+                    self.config.header_timeout_s, self._too_late
                 )
         elif self.timeout_keep_alive_task is None and self._is_idle:
             # If a request got its response early, its remaining bytes stop uvicorn's timer. Without
@@ -139,7 +129,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._stop_timer()
         if self._state is not ConnectionState.SERVED:
-            self._end(_too_many(self.bounds.connections.most))
+            self._end(_too_many(self.config.connections.most))
         if self._is_over:
             return
         previous = self.cycle
@@ -170,7 +160,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol, which then counts it."""
-        self.bounds.connections.leave(self)
+        self.config.connections.leave(self)
         super().handle_websocket_upgrade()
 
     def _refuse_upgrade(self) -> None:
@@ -200,7 +190,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _count(self, count: int) -> None:
         self._header_bytes += count
-        if self._header_bytes > self.bounds.max_header_bytes and not self._is_over:
+        if self._header_bytes > self.config.max_header_bytes and not self._is_over:
             self._end(Refusal(431, "headers_too_large", "The headers are too large."))
 
     def _too_late(self) -> None:
@@ -216,7 +206,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             url: bytes = getattr(self, "url", b"")  # uvicorn has none before the first request
             path = url.partition(b"?")[0].decode("latin-1")
             headers, body = refusal_parts(refusal, path)
-            headers += self.bounds.more_headers(self.headers or [])
+            headers += self.config.origins().cors(self.headers or [])
             head = b"HTTP/1.1 %d \r\nconnection: close\r\n" % refusal.status
             lines = b"".join(b"%s: %s\r\n" % header for header in headers)
             self.transport.write(head + lines + b"\r\n" + body)
@@ -236,12 +226,16 @@ class _BoundedProtocol(HttpToolsProtocol):
         return is_refused and is_first and not cycle.response_started
 
     def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.bounds.header_timeout_s, self._too_late)
+        self._header_timer = self.loop.call_later(self.config.header_timeout_s, self._too_late)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+BoundedProtocol: Final = _BoundedProtocol
+"""The protocol of one connection, for `ServerConfig`."""
 
 
 def _too_many(most: int) -> Refusal:

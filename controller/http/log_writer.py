@@ -26,7 +26,6 @@ from collections import deque
 from contextlib import suppress
 from datetime import datetime, timezone
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Final
 
 MOST_WAITING_BYTES: Final = 4 << 20
@@ -97,12 +96,7 @@ class LogWriter:
     def __enter__(self) -> LogWriter:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -------------------------------------------------------------------------- of the thread

@@ -57,52 +57,39 @@ class Body:
         self._held_bytes = 0
         self._pieces: list[bytes] = []
         self._file: int | None = None
-        self._file_bytes = 0
-        self._old = (0, 0)
-        self._new = b""
-        """Sent instead of the file's bytes in the range `_old`."""
+        """Holds a large body, instead of `_pieces`."""
+        self._size = 0
+        """Number of bytes in `_pieces` or in the file."""
+        self._replaced = (0, 0, b"")
+        """Sent instead of the bytes between two positions."""
         self._added = b""
         """Sent before the last brace."""
 
     @property
     def size(self) -> int:
         """Number of bytes that are sent to an engine."""
-        if self._file is not None:
-            kept = self._file_bytes - (self._old[1] - self._old[0])
-            return kept + len(self._new) + len(self._added)
-        return sum(map(len, self._pieces)) + len(self._added)
+        start, end, new = self._replaced
+        return self._size - (end - start) + len(new) + len(self._added)
 
     @property
     def in_memory(self) -> bytes | None:
         """The whole body if it is small; None if it is in a file."""
-        if self._file is not None:
-            return None
-        if len(self._pieces) > 1:
-            self._pieces = [b"".join(self._pieces)]
-        data = self._pieces[0] if self._pieces else b""
-        if self._added:
-            end = data.rindex(b"}")
-            return b"".join((data[:end], self._added, data[end:]))
-        return data
+        return None if self._file is not None else b"".join(self.pieces())
 
     def append(self, piece: bytes) -> None:
         """Append the next piece. Raises `Refusal` (503)."""
-        self._budget.take(len(piece))
-        self._held_bytes += len(piece)
-        if self._file is not None:
-            self._write(piece)
-            return
-        self._pieces.append(piece)
-        if self._held_bytes > SMALL_BYTES:
+        self._take(len(piece))
+        if self._file is None and self._held_bytes > SMALL_BYTES:
             self.to_file()
+        if self._file is None:
+            self._pieces.append(piece)
+            self._size += len(piece)
+        else:
+            self._write(piece)
 
     def begins_with(self, start: bytes) -> bool:
         """Return True if the body begins with `start`, ignoring leading white space."""
-        if self._file is not None:
-            head = os.pread(self._file, 256, 0)
-        else:
-            head = (self.in_memory or b"")[:256]
-        return head.lstrip(b" \t\r\n").startswith(start)
+        return self._bytes(0, 256).lstrip(b" \t\r\n").startswith(start)
 
     def to_file(self) -> int:
         """Return the descriptor of its file, moving it there if needed. Raises `Refusal` (503)."""
@@ -111,30 +98,23 @@ class Body:
                 self._file = os.memfd_create("kvelastic-body", os.MFD_CLOEXEC)
             except OSError as error:
                 raise _full(f"as many bodies as it can ({error.strerror})") from None
-            pieces, self._pieces = self._pieces, []
+            pieces, self._pieces, self._size = self._pieces, [], 0
             for piece in pieces:
                 self._write(piece)
         return self._file
 
     def take_written(self) -> None:
         """Account for bytes that another process wrote to its file. Raises `Refusal` (503)."""
-        size = os.fstat(self.to_file()).st_size
-        self._budget.take(size)
-        self._held_bytes, self._file_bytes = size, size
+        self._size = os.fstat(self.to_file()).st_size
+        self._take(self._size)
 
     def replace(self, start: int, end: int, new: bytes) -> None:
-        """Replace the bytes `start` to `end` by `new`. Call it at most once, before `add_fields`.
+        """Replace the bytes `start` to `end` by `new`. Call it at most once.
 
         Raises `Refusal` (503).
         """
-        added = max(0, len(new) - (end - start))
-        self._budget.take(added)
-        self._held_bytes += added
-        data = self.in_memory
-        if data is not None:
-            self._pieces = [b"".join((data[:start], new, data[end:]))]
-        else:
-            self._old, self._new = (start, end), new
+        self._take(max(0, len(new) - (end - start)))
+        self._replaced = start, end, new
 
     def add_fields(self, fields: bytes) -> None:
         """Add fields to the body, a JSON object that has one: `"a":1,"b":2`.
@@ -143,39 +123,37 @@ class Body:
         replaces them. Raises `Refusal` (503).
         """
         added = b"," + fields
-        more = len(added) - len(self._added)
-        if more > 0:
-            self._budget.take(more)
-        else:
-            self._budget.give(-more)
-        self._held_bytes += more
+        self._take(len(added) - len(self._added))
         self._added = added
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes to send, in pieces of up to 256 KiB. Raises `OSError` after `release`."""
-        data = self.in_memory
-        if data is not None:
-            if data:
-                yield data
-            return
-        start, end = self._old
+        start, end, new = self._replaced
+        last = self._last_brace() if self._added else self._size
         yield from self._read(0, start)
-        if self._new:
-            yield self._new
-        last = self._last_brace() if self._added else self._file_bytes
+        if new:
+            yield new
         yield from self._read(end, last)
         if self._added:
             yield self._added
-            yield from self._read(last, self._file_bytes)
+            yield from self._read(last, self._size)
 
     def release(self) -> None:
         """Release its memory and budget. Idempotent."""
-        self._budget.give(self._held_bytes)
-        self._held_bytes = 0
+        self._take(-self._held_bytes)
         self._pieces, self._added = [], b""
-        if self._file is not None and self._file >= 0:
+        if self._file is None:
+            self._size, self._replaced = 0, (0, 0, b"")
+        elif self._file >= 0:
             os.close(self._file)
             self._file = -1  # a late read fails instead of reading a file that reuses the number
+
+    def _take(self, count: int) -> None:
+        if count > 0:
+            self._budget.take(count)
+        else:
+            self._budget.give(-count)
+        self._held_bytes += count
 
     def _write(self, piece: bytes) -> None:
         assert self._file is not None
@@ -185,27 +163,33 @@ class Body:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             raise _full(f"as many bodies as there is memory for ({error.strerror})") from None
-        self._file_bytes += len(piece)
+        self._size += len(piece)
 
     def _last_brace(self) -> int:
-        assert self._file is not None
-        end = self._file_bytes
+        end = self._size
         while end:
             start = max(0, end - _PIECE_BYTES)
-            found = os.pread(self._file, end - start, start).rfind(b"}")
+            found = self._bytes(start, end).rfind(b"}")
             if found >= 0:
                 return start + found
             end = start
-        raise OSError("the body's file has no object")
+        raise OSError("the body has no object")
 
     def _read(self, start: int, end: int) -> Iterator[bytes]:
+        most_bytes = self._size if self._file is None else _PIECE_BYTES
         while start < end:
-            assert self._file is not None
-            piece = os.pread(self._file, min(_PIECE_BYTES, end - start), start)
+            piece = self._bytes(start, min(start + most_bytes, end))
             if not piece:
                 raise OSError("the body's file is shorter than it was")
             start += len(piece)
             yield piece
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        if self._file is not None:
+            return os.pread(self._file, end - start, start)
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0][start:end] if self._pieces else b""
 
 
 class Upload(aiohttp.Payload):

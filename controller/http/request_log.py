@@ -1,29 +1,18 @@
-"""Logs with one JSON object per line on stderr, and request ids."""
+"""Logs with one JSON object per line on stderr: requests, audited operations, and events."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Final
 
+from kvelastic.controller.http.keys import Key
 from kvelastic.controller.http.log_writer import LogWriter, time_text
 
-
-class RequestIds:
-    """Ids that are unique over all controllers: a random prefix and a counter."""
-
-    def __init__(self) -> None:
-        self._prefix = os.urandom(8).hex()
-        self._number = 0
-
-    def next(self) -> str:
-        """Return a new id."""
-        self._number += 1
-        return f"{self._prefix}-{self._number:x}"
+_SHOWN: Final = 256
 
 
 class RequestLog:
@@ -44,6 +33,47 @@ class RequestLog:
         """
         fields = {"time": time_text(time.time()), "kind": kind, **fields}
         self._writer.write(json.dumps(fields), at_once=kind != "request")
+
+    def audit(
+        self,
+        *,
+        action: str,
+        status: int,
+        error: str = "",
+        model: str | None = None,
+        key: Key | None = None,
+        client: tuple[str, int] | None = None,
+        request_id: str | None = None,
+        asked: dict[str, Any] | None = None,
+    ) -> None:
+        """Add an audit line for an operation that changes something, also if it was refused.
+
+        `action` is the request or the signal. `asked` has the requested values that are not in the
+        path. `error` is the code of the controller's refusal, if any. The line names a key by its
+        id; a configuration with `sha256:HEX` begins with the same digits. Never blocks.
+        """
+        fields = {
+            "action": action[:_SHOWN],
+            "model": None if model is None else model[:_SHOWN],
+            "asked": asked,
+            "outcome": _outcome(status),
+            "status": status,
+            "error": error,
+            "key": None if key is None else key.id,
+            "name": None if key is None else key.name,
+            "client": None if client is None else f"{client[0]} port {client[1]}",
+            "id": request_id,
+        }
+        self.write(fields, kind="audit")
+
+
+def _outcome(status: int) -> str:
+    """Return the outcome of a status. 202: in progress, with an unknown outcome."""
+    if status == 202:
+        return "accepted"
+    if 200 <= status < 400:
+        return "done"
+    return "refused" if 400 <= status < 500 else "failed"
 
 
 class JsonFormatter(logging.Formatter):
@@ -88,7 +118,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not any(each in str(record.msg) for each in _NO_NEWS)
 
 
-def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
+def set_up_logging(writer: LogWriter) -> None:
     """Send all log output of the process to `writer` as JSON.
 
     Python and its libraries print some of it to stderr, where a slow reader would block the loop:
@@ -96,7 +126,7 @@ def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
     """
     logging.root.handlers[:] = [_EventHandler(writer)]
     for name in ("kvelastic", "uvicorn"):
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel("INFO")
     logging.captureWarnings(True)
     sys.unraisablehook = lambda error: logging.root.error(
         "ignored, in %r", error.object, exc_info=error.exc_value

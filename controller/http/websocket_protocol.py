@@ -6,13 +6,12 @@ pings clients to detect lost connections.
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from kvelastic.controller.http.connections import Connections
+from kvelastic.controller.http.http_protocol import ServerConfig
 
 MESSAGE_BYTES: Final = 16 << 20
 """Maximum size of one message in either direction, equal to vLLM's own limit."""
@@ -25,13 +24,8 @@ MOST_UNREAD_BYTES: Final = 1 << 20
 """Maximum of unread data to a client that keeps sending pings."""
 
 
-def bounded_websocket(connections: Connections) -> type[asyncio.Protocol]:
-    """Return a protocol class for `uvicorn.Config(ws=...)`."""
-    return type("BoundedWebSocket", (_BoundedWebSocket,), {"counted_in": connections})
-
-
 class _BoundedWebSocket(WebSocketsSansIOProtocol):
-    counted_in: ClassVar[Connections]
+    config: ServerConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,10 +33,10 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.counted_in.enter(self)  # its HTTP connection has just left, so there is room
+        self.config.connections.enter(self)  # its HTTP connection has just left, so there is room
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.counted_in.leave(self)
+        self.config.connections.leave(self)
         super().connection_lost(exc)
 
     def cut(self) -> None:
@@ -60,3 +54,7 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
             self.cut()
             return
         super().handle_ping()
+
+
+BoundedWebSocket: Final = _BoundedWebSocket
+"""The protocol of one WebSocket, for `ServerConfig`."""

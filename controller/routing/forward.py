@@ -9,7 +9,9 @@ disconnects, the request is cancelled at whatever stage it is.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.engine_paths import is_read, is_upstream
 from kvelastic.controller.http.headers import Headers, find, sane_request_id, to_client
 from kvelastic.controller.http.http_protocol import SEND_TIMEOUT
@@ -33,7 +34,6 @@ from kvelastic.controller.http.request_body import (
     Receive,
     read_body,
 )
-from kvelastic.controller.http.request_log import RequestIds
 from kvelastic.controller.models.fleet import NOT_SERVED
 from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import ServedModel
@@ -96,7 +96,8 @@ class Forwarder:
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
-        self._ids = RequestIds()
+        prefix = os.urandom(8).hex()  # so that ids are unique over all controllers
+        self._ids = (f"{prefix}-{number:x}" for number in itertools.count(1))
         self.budget = BodyBudget(app_state.settings.server.max_buffered)
         self.reader = BodyReader()
         self._prefill = Prefill(app_state)
@@ -158,7 +159,7 @@ class Forwarder:
     def begin(self, scope: Any) -> Exchange:
         """Return the `Exchange` of a new request."""
         given = sane_request_id(find(scope["headers"], b"x-request-id"))
-        request_id = given.decode() if given is not None else self._ids.next()
+        request_id = given.decode() if given is not None else next(self._ids)
         path: str = scope["path"]
         asked_path = scope.get(ASKED_PATH, path)
         return Exchange(request_id, scope["method"], path, time.monotonic(), asked_path)
@@ -325,8 +326,7 @@ class Forwarder:
     def _audit(self, exchange: Exchange, scope: Any) -> None:
         if not exchange.is_operation:
             return
-        audit(
-            self._app_state.log,
+        self._app_state.log.audit(
             action=f"{exchange.method} {exchange.asked_path}",
             status=exchange.status,
             error="client_gone" if exchange.cancelled else exchange.error,

@@ -37,11 +37,13 @@ class Form(str, Enum):
 
 
 class ModelField(NamedTuple):
-    """The model's name, and the position of its raw value."""
+    """The model's name as the client sent it, and the position of its raw value."""
 
     name: str
     start: int
     end: int
+    form: Form | None = None
+    """The encoding of the body, if it was looked for in one; None: the query's."""
 
 
 class _Named(msgspec.Struct):

@@ -1,12 +1,12 @@
 """Finds the model named in a request's body or query, and replaces it by the engine's name for it.
 
-named = await find_name(body, content_type, query, reader)
-query = rename(named, "the engine's name", body, query)
+field = await find_name(body, content_type, query, reader)
+query = rename(field, "the engine's name", body, query)
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.request_body import Body
@@ -20,22 +20,9 @@ _READ_HERE_BYTES: Final = {Form.MULTIPART: 64 << 10}
 and takes up to 0.5 us per byte of headers."""
 
 
-class Named(NamedTuple):
-    """The model's name, and its position."""
-
-    field: ModelField
-    form: Form | None
-    """The encoding of the body; None if the name is in the query."""
-
-    @property
-    def name(self) -> str:
-        """The name sent by the client."""
-        return self.field.name
-
-
 async def find_name(
     body: Body, content_type: bytes | None, query: bytes, reader: BodyReader
-) -> Named:
+) -> ModelField:
     """Return the model named in a request. Waits if the body is large. Raises `Refusal`."""
     form = _form_of(body, content_type or b"")
     field: ModelField | None = None
@@ -48,30 +35,28 @@ async def find_name(
             field = await reader.find_model(body.to_file(), form, boundary)
     if field is None:
         return name_in_query(query)
-    return Named(_given(field), form)
+    return _given(field)._replace(form=form)
 
 
-def name_in_query(query: bytes) -> Named:
+def name_in_query(query: bytes) -> ModelField:
     """Return the model named in a query. Raises `Refusal`."""
-    return Named(_given(find_in_urlencoded(query)), None)
+    return _given(find_in_urlencoded(query))
 
 
-def rename(named: Named, name: str, body: Body, query: bytes) -> bytes:
+def rename(field: ModelField, name: str, body: Body, query: bytes) -> bytes:
     """Replace the name in the body or query and change nothing else; return the query.
 
     Raises `Refusal` (503) if the new body exceeds the budget.
     """
-    if named.form is None:
-        return rename_in_query(named, name, query)
-    _, start, end = named.field
-    body.replace(start, end, written(name, named.form))
+    if field.form is None:
+        return rename_in_query(field, name, query)
+    body.replace(field.start, field.end, written(name, field.form))
     return query
 
 
-def rename_in_query(named: Named, name: str, query: bytes) -> bytes:
+def rename_in_query(field: ModelField, name: str, query: bytes) -> bytes:
     """Return the query with the name replaced."""
-    _, start, end = named.field
-    return query[:start] + written(name, Form.URLENCODED) + query[end:]
+    return query[: field.start] + written(name, Form.URLENCODED) + query[field.end :]
 
 
 def _given(field: ModelField | None) -> ModelField:
