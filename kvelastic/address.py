@@ -45,6 +45,14 @@ class Address:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address and for localhost, False for any other name."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def parse_address(text: str) -> Address:
     """Parse `unix:///run/kv`, `tcp://10.0.0.1:5000` or `tcp://[::1]:5000`.
 

@@ -18,8 +18,8 @@ from vllm_server import worker_memory_bytes
 
 from benchmarks.two_models.servers import WAYS, Servers, instance_name, ledger_name
 from benchmarks.two_models.workload import MODELS
-from kvelastic.instance.device_usage import member_uses
 from kvelastic.instance.reading import ledgers, look_at_all
+from kvelastic.instance.status import member_uses
 
 EVERY_S = 0.5
 
@@ -79,8 +79,7 @@ class MemoryWatch:
         for info in infos:
             if not info.group.startswith(mine):
                 continue
-            for use in member_uses(info, statuses):
-                member = use.member
+            for member, use in member_uses(info, statuses):
                 owner = self._owners.get(member.name)
                 if owner is None:
                     continue

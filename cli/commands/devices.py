@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvelastic.cli.rendering.columns import or_dash, size_or_dash
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
 from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.instance.row import printable
-from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,21 +112,21 @@ def rich_tables(rows: list[DeviceRow], width: int) -> Group:
 def label(row: DeviceRow) -> str:
     """Return a device's short name for tables: `host`, `gpu:0`, `mig:0:1`, or `-`."""
     if row["kind"] == "mig":
-        return f"mig:{_or_dash(row['parent_index'])}:{_or_dash(row['index'])}"
+        return f"mig:{or_dash(row['parent_index'])}:{or_dash(row['index'])}"
     if row["kind"] == "gpu":
-        return f"gpu:{_or_dash(row['index'])}"
+        return f"gpu:{or_dash(row['index'])}"
     return "host" if row["kind"] == "host" else "-"
 
 
 def _device_columns(rows: list[DeviceRow]) -> list[Column]:
     return [
         Column("Device", [label(row) for row in rows], 0, is_left=True),
-        Column("Total", [_size(row["total_bytes"]) for row in rows], 3),
-        Column("Used", [_size(row["used_bytes"]) for row in rows], 4),
-        Column("Free", [_size(row["free_bytes"]) for row in rows], 1),
-        Column("Capacity", [_size(row["capacity_bytes"]) for row in rows], 7),
-        Column("Mapped", [_size(row["mapped_bytes"]) for row in rows], 2),
-        Column("Reserved", [_size(row["reserved_bytes"]) for row in rows], 8),
+        Column("Total", [size_or_dash(row["total_bytes"]) for row in rows], 3),
+        Column("Used", [size_or_dash(row["used_bytes"]) for row in rows], 4),
+        Column("Free", [size_or_dash(row["free_bytes"]) for row in rows], 1),
+        Column("Capacity", [size_or_dash(row["capacity_bytes"]) for row in rows], 7),
+        Column("Mapped", [size_or_dash(row["mapped_bytes"]) for row in rows], 2),
+        Column("Reserved", [size_or_dash(row["reserved_bytes"]) for row in rows], 8),
         Column("Driver", [printable(row["driver_version"] or "-") for row in rows], 9, True),
         Column("UUID", [printable(row["uuid"] or "-") for row in rows], 6, True, 40),
         Column("Name", [printable(row["name"] or "-") for row in rows], 5, True, 24),
@@ -141,10 +141,10 @@ def _holder_columns(rows: list[DeviceRow]) -> list[Column]:
             (
                 label(row),
                 "instance",
-                _or_dash(instance["pid"]),
-                _size(instance["mapped_bytes"]),
-                _size(instance["reserved_bytes"]),
-                _size(instance["limit_bytes"]),
+                or_dash(instance["pid"]),
+                size_or_dash(instance["mapped_bytes"]),
+                size_or_dash(instance["reserved_bytes"]),
+                size_or_dash(instance["limit_bytes"]),
                 printable(instance["name"]),
             )
             for instance in row["instances"]
@@ -154,7 +154,7 @@ def _holder_columns(rows: list[DeviceRow]) -> list[Column]:
                 label(row),
                 "process",
                 str(process["pid"]),
-                _size(process["used_bytes"]),
+                size_or_dash(process["used_bytes"]),
                 "-",
                 "-",
                 printable(process["name"] or "-"),
@@ -180,11 +180,3 @@ def _wrongs(rows: list[DeviceRow]) -> list[str]:
         for row in rows
         if row["problem"]
     ]
-
-
-def _size(size_bytes: int | None) -> str:
-    return "-" if size_bytes is None else format_size(size_bytes)
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

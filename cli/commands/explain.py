@@ -37,7 +37,6 @@ def explain_command(name: str, as_json: bool) -> None:
     """
     import time
 
-    from kvelastic.cli.ledgers import choose_ledger
     from kvelastic.doctor.judge_instance import explain
     from kvelastic.instance.status import status_of
     from kvelastic.shared.ledger import list_ledgers
@@ -57,6 +56,29 @@ def explain_command(name: str, as_json: bool) -> None:
             status, findings, columns=columns_of_terminal(), in_colour=is_in_colour()
         )
         print_styled(text)
+
+
+def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> LedgerInfo | None:
+    """Return the ledger with a member of that segment, else an unreadable one of the device.
+
+    Returns None without either. An unreadable ledger may or may not contain the instance. For an
+    instance on several devices, return the ledger where it waits for the most memory, else the
+    fullest one: memory that is missing there limits the instance on all devices.
+    """
+    own = [
+        (-member.ask_bytes, ledger.free_bytes, index)
+        for index, ledger in enumerate(ledgers)
+        for member in ledger.members
+        if member.uuid == uuid
+    ]
+    if own:
+        return ledgers[min(own)[-1]]
+    for ledger in ledgers:
+        # An unreadable ledger has only its file name: group, underscore, device.
+        is_of_device = ledger.device == device or ledger.device.endswith(f"_{device}")
+        if is_of_device and ledger.status != "readable":
+            return ledger
+    return None
 
 
 def explanation_text(

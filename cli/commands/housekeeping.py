@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import click
 
 from kvelastic.cli.arguments import NameType
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import print_json, print_lines
+
+if TYPE_CHECKING:
+    from kvelastic.shared.ledger_facts import LedgerInfo
 
 
 @click.command("delete", short_help="Remove a segment's name.")
@@ -40,7 +46,6 @@ def gc_command(as_json: bool) -> None:
     Removes segments of dead instances, their grants in ledgers, and ledgers without members;
     never another user's files.
     """
-    from kvelastic.cli.ledgers import reap_ledgers
     from kvelastic.shared.segment import list_segments, reap
     from kvelastic.units import format_size
 
@@ -72,3 +77,37 @@ def gc_command(as_json: bool) -> None:
         print_lines(f"Removed {path}, a ledger without members.")
     for name, why in left:
         print_lines(f"Left {name}: {why}.")
+
+
+@dataclass(frozen=True)
+class FreedSlot:
+    """The removed ledger entry of a dead instance."""
+
+    name: str
+    """Name of the instance's segment."""
+    device: str
+    granted_bytes: int
+
+
+def reap_ledgers() -> tuple[list[str], list[FreedSlot]]:
+    """Remove the entries of dead instances, and ledgers without members.
+
+    Returns the removed files, and the entries removed from the remaining ledgers.
+    """
+    from kvelastic.shared.ledger import list_ledgers, reap
+
+    before = _dead_slots(list_ledgers())
+    removed = [str(path) for path in reap()]
+    left = set(_dead_slots(list_ledgers()))
+    return removed, [place for key, place in before.items() if key not in left]
+
+
+def _dead_slots(ledgers: list[LedgerInfo]) -> dict[tuple[str, str, bytes], FreedSlot]:
+    return {
+        (ledger.group, ledger.device, member.uuid): FreedSlot(
+            member.name, ledger.device, member.granted_bytes
+        )
+        for ledger in ledgers
+        for member in ledger.members
+        if member.status == "dead"
+    }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import click
 
 from kvelastic.cli.arguments import NameType, SecondsType, remote_controller
+from kvelastic.cli.rendering.fitting_table import show
 from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.tables import plain_table, rich_table
 from kvelastic.cli.segment_lookup import rows, sweep
@@ -28,7 +29,10 @@ def list_command(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    show(found)
+    show(
+        lambda: plain_table(found),
+        lambda width: rich_table(found, width, ascii_only=_is_ascii()),
+    )
 
 
 @click.command("watch", short_help="Repeat the list until Ctrl-C.")
@@ -69,17 +73,6 @@ def watch_command(
     watch(look, interval_s, count, as_json=as_json)
 
 
-def show(rows: list[Row]) -> None:
-    """Print one table to stdout, in colour on a terminal."""
-    if not _is_terminal():
-        print_lines(*plain_table(rows).split("\n"))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(rich_table(rows, console.width, ascii_only=_is_ascii()))
-
-
 def watch(
     look: Callable[[], list[Row]],
     interval_s: float,
@@ -91,7 +84,7 @@ def watch(
     try:
         if as_json:
             _watch_json(look, interval_s, count)
-        elif _is_terminal():
+        elif sys.stdout.isatty():
             _watch_terminal(look, interval_s, count)
         else:
             _watch_pipe(look, interval_s, count)
@@ -141,10 +134,6 @@ def _repeat(once: Callable[[], None], interval_s: float, count: int | None) -> N
             return
         passed_s = time.monotonic() - start
         time.sleep(max(interval_s - passed_s % interval_s, 0.0))
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty()
 
 
 def _is_ascii() -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
+from kvelastic.address import is_loopback
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import print_lines
 
@@ -26,16 +26,6 @@ class Address(NamedTuple):
     host: str
     port: int
     """0: any free port."""
-
-    @property
-    def is_loopback(self) -> bool:
-        """True if only this machine can reach it; False if that is uncertain."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -84,7 +74,7 @@ def metrics_command(address: Address | None, public: bool) -> None:
 
         print_lines(*generate_latest(collector).decode().removesuffix("\n").split("\n"))
         return
-    if not (address.is_loopback or public):
+    if not (is_loopback(address.host) or public):
         raise click.UsageError(
             f"other machines could reach {address}; listen on {_LOOPBACK}, or add --public."
         )
@@ -92,7 +82,7 @@ def metrics_command(address: Address | None, public: bool) -> None:
 
 
 def _serve(collector: KvelasticCollector, address: Address) -> None:
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
     registry = CollectorRegistry()
     registry.register(collector)
@@ -103,7 +93,7 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
         server, thread = start_http_server(address.port, address.host, registry)
     except OSError as error:
         fail(f"cannot listen on {address}: {error.strerror or error}.")
-    server.set_app(_only_metrics(server.get_app()))
+    server.set_app(_only_metrics(make_wsgi_app(registry)))
     listening = Address(address.host, server.server_port)
     print_lines(f"Serving http://{listening}/metrics until Ctrl-C.")
     signal.sigwait(endings)

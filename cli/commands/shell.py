@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import click
 
@@ -46,11 +46,11 @@ def shell_command(ctx: click.Context) -> None:
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
     shell = Shell(group)
-    if is_interactive():
+    if sys.stdin.isatty() and sys.stdout.isatty():
         print_lines("kvctl's commands without `kvctl` in front; `help` lists them, Ctrl-D ends.")
-        shell.run(Typed("kvctl> ", shell.complete), goes_on_after_ctrl_c=True)
+        shell.run(Typed("kvctl> ", shell.complete).read, goes_on_after_ctrl_c=True)
         return
-    sys.exit(shell.run(Piped(), goes_on_after_ctrl_c=False))
+    sys.exit(shell.run(_read_piped, goes_on_after_ctrl_c=False))
 
 
 class Shell:
@@ -59,12 +59,15 @@ class Shell:
     def __init__(self, group: click.Group) -> None:
         self._group = group
 
-    def run(self, source: Source, *, goes_on_after_ctrl_c: bool) -> int:
-        """Run all lines, until `exit`; return the exit code of the last failed one, or 0."""
+    def run(self, read: Callable[[], str | None], *, goes_on_after_ctrl_c: bool) -> int:
+        """Run the lines that `read` returns, until None or `exit`.
+
+        Returns the exit code of the last failed line, or 0.
+        """
         failed = 0
         while True:
             try:
-                line = source.read()
+                line = read()
             except KeyboardInterrupt:
                 print_lines("")
                 if goes_on_after_ctrl_c:
@@ -194,25 +197,10 @@ Complete = Callable[[str, str], list[str]]
 """Returns the completions of a word: `complete(line_before_it, word)`."""
 
 
-def is_interactive() -> bool:
-    """Return True if stdin and stdout are terminals."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-class Source(Protocol):
-    """A source of lines."""
-
-    def read(self) -> str | None:
-        """Return the next line without its newline; None at the end."""
-
-
-class Piped:
-    """The lines of stdin, without a prompt."""
-
-    def read(self) -> str | None:
-        """Return the next line; None at the end."""
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
+def _read_piped() -> str | None:
+    """Return the next line of stdin; None at the end."""
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
 
 
 class Typed:

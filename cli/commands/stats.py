@@ -133,11 +133,8 @@ def _age_s(then_ns: int, now_ns: int) -> float | None:
 
 def stats_text(stats: Stats) -> str:
     """Return the statistics as plain text: one value per line, by topic."""
+    from kvelastic.cli.rendering.columns import size_or_dash as size
     from kvelastic.cli.rendering.tier_tables import BLOCK_WORDS
-    from kvelastic.units import format_size
-
-    def size(size_bytes: int | None) -> str:
-        return "-" if size_bytes is None else format_size(size_bytes)
 
     def ago(seconds: float | None) -> str:
         return "never" if seconds is None else f"{seconds:.1f} s ago"

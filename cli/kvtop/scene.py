@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.instance.device_usage import member_uses
 from kvelastic.instance.row import printable
-from kvelastic.instance.status import InstanceStatus, status_of
+from kvelastic.instance.status import InstanceStatus, member_uses, status_of
 
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo
@@ -210,7 +209,7 @@ def _from_ledger(ledger: LedgerInfo, statuses: list[InstanceStatus]) -> Device:
     name = printable(ledger.device)
     if ledger.group not in {"", _DEFAULT_GROUP}:
         name = f"{name} ({printable(ledger.group)})"
-    uses = member_uses(ledger, statuses)
+    uses = [use for _, use in member_uses(ledger, statuses)]
     return Device(
         name=name,
         has_ledger=True,

@@ -1,9 +1,11 @@
-"""Columns of plain text, as wide as their contents; and parts of a bar in whole cells."""
+"""Columns of plain text, as wide as their contents; their cells; and parts of a bar."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
+
+from kvelastic.units import format_size
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
@@ -20,6 +22,16 @@ def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
         ).rstrip()
         for line in drawn
     ]
+
+
+def or_dash(value: object) -> str:
+    """Return a value as text; an unknown one (None) is a dash."""
+    return "-" if value is None else str(value)
+
+
+def size_or_dash(size_bytes: int | None) -> str:
+    """Return a size as text; an unknown one is a dash."""
+    return "-" if size_bytes is None else format_size(size_bytes)
 
 
 def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvelastic.cli.rendering.columns import size_or_dash
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
 from kvelastic.instance.row import tier_rows
 from kvelastic.units import format_size
@@ -63,7 +64,7 @@ def _tables(all_shown: Mapping[str, TiersStatus]) -> tuple[list[Column], list[Co
         Column("Tier", [tier.tier for tier in tiers], 1, is_left=True),
         Column("State", [tier.state for tier in tiers], 2, is_left=True),
         Column("Used", [format_size(tier.used_bytes) for tier in tiers], 3),
-        Column("Limit", [_size(tier.limit_bytes) for tier in tiers], 4),
+        Column("Limit", [size_or_dash(tier.limit_bytes) for tier in tiers], 4),
         Column("Records", [str(tier.records) for tier in tiers], 8),
         Column("Hits", [str(tier.hits) for tier in tiers], 6),
         Column("Misses", [str(tier.misses) for tier in tiers], 7),
@@ -74,7 +75,7 @@ def _tables(all_shown: Mapping[str, TiersStatus]) -> tuple[list[Column], list[Co
         Column("Written", [format_size(tier.bytes_written) for tier in tiers], 13),
         Column("Read", [format_size(tier.bytes_read) for tier in tiers], 14),
         Column("Load", loads, 9),
-        Column("Write left", [_size(tier.write_left_bytes) for tier in tiers], 15),
+        Column("Write left", [size_or_dash(tier.write_left_bytes) for tier in tiers], 15),
         Column("To write", [format_size(tier.waiting_bytes) for tier in tiers], 16),
     ]
     names = [printable(name) for name in all_shown]
@@ -104,7 +105,3 @@ def as_object(name: str, shown: TiersStatus) -> dict[str, Any]:
         **msgspec.structs.asdict(shown.blocks),
         "tiers": tier_rows(shown),
     }
-
-
-def _size(size_bytes: int | None) -> str:
-    return "-" if size_bytes is None else format_size(size_bytes)

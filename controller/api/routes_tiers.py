@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +15,9 @@ from kvelastic.controller.api.json_body import age_of, check_keys, json_object, 
 from kvelastic.controller.api.routes import instance_of
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json
+from kvelastic.controller.models.instance_memory import polled
 from kvelastic.shared import segment, tier_status
-from kvelastic.shared.status_file import POLL_S, Asked
+from kvelastic.shared.status_file import Asked
 from kvelastic.shared.tier_status import TierAck, TierRequest
 
 if TYPE_CHECKING:
@@ -114,15 +114,8 @@ async def ask(
     `tier_status.post`.
     """
     tiers, asked = await asyncio.to_thread(_post, name, request)
-    deadline_s = time.monotonic() + wait_s
     with asked:
-        while True:
-            answer = asked.look()
-            if answer is not None or asked.is_lost:
-                break
-            if time.monotonic() >= deadline_s or is_over():
-                break
-            await asyncio.sleep(POLL_S)
+        answer = await polled(asked.look, wait_s, lambda: asked.is_lost or is_over())
     if answer is None:
         return {"state": "pending", "records": {}, "reason": ""}
     return {

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from kvelastic.address import is_loopback
 from kvelastic.controller.http.headers import Headers, find
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.controller.settings.settings import ServerSettings, is_loopback
+from kvelastic.controller.settings.settings import ServerSettings
 
 _HOST: Final = re.compile(rb"([a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _MAX_AGE_S: Final = 600

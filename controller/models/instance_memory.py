@@ -10,23 +10,24 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvelastic import config
 from kvelastic.controller.models.admission import Claim
 from kvelastic.controller.models.sleep_policy import MemoryRequest
 from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
-from kvelastic.instance.device_usage import MemberUse, member_uses
 from kvelastic.instance.outcome import outcome_of
 from kvelastic.instance.reading import ledgers, look_at, look_at_all
 from kvelastic.instance.row import row_of
-from kvelastic.instance.status import InstanceStatus, uuid_text
+from kvelastic.instance.status import DeviceUse, InstanceStatus, member_uses, uuid_text
 from kvelastic.shared import ledger, segment
-from kvelastic.shared.ledger_facts import LedgerInfo
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
 from kvelastic.shared.segment import Request
 from kvelastic.shared.segment_listing import LOCK_WAIT_S
 from kvelastic.shared.status_file import POLL_S
+
+_Found = TypeVar("_Found")
 
 _DEVICE_KEYS: Final = (
     "device", "group", "status", "problem", "capacity_bytes", "others_bytes",
@@ -62,14 +63,14 @@ def _devices(
 ) -> list[dict[str, Any]]:
     return [
         {key: getattr(info, key) for key in _DEVICE_KEYS}
-        | {"members": [_member(use) for use in member_uses(info, statuses)]}
+        | {"members": [_member(*each) for each in member_uses(info, statuses)]}
         for info in infos
     ]
 
 
-def _member(use: MemberUse) -> dict[str, Any]:
+def _member(member: Member, use: DeviceUse) -> dict[str, Any]:
     held = {key: getattr(use, key) for key in _HELD_KEYS}
-    return {**asdict(use.member), "uuid": uuid_text(use.member.uuid), **held}
+    return {**asdict(member), "uuid": uuid_text(member.uuid), **held}
 
 
 async def request(
@@ -87,12 +88,8 @@ async def request(
     the instance sleeps; its limit is applied when it wakes.
     """
     with await _post(name, request) as requested:
-        deadline_s = time.monotonic() + (segment.ACK_GLANCE_S if wait_s is None else wait_s)
-        while (settled := requested.settled()) is None:
-            if time.monotonic() >= deadline_s or is_over():
-                break
-            await asyncio.sleep(POLL_S)
-        answer = requested.now() if settled is None else settled
+        wait_s = segment.ACK_GLANCE_S if wait_s is None else wait_s
+        answer = await polled(requested.settled, wait_s, is_over) or requested.now()
     outcome = outcome_of(request, answer)
     facts = asdict(answer)
     facts.pop("acknowledged_ns")
@@ -101,6 +98,16 @@ async def request(
         "state": outcome.verdict.value,
         "beyond_device_bytes": outcome.beyond_device_bytes,
     }
+
+
+async def polled(
+    look: Callable[[], _Found | None], wait_s: float, is_over: Callable[[], bool]
+) -> _Found | None:
+    """Return the first value of `look`; None after `wait_s` seconds, or once `is_over()`."""
+    deadline_s = time.monotonic() + wait_s
+    while (found := look()) is None and time.monotonic() < deadline_s and not is_over():
+        await asyncio.sleep(POLL_S)
+    return found
 
 
 async def _post(name: str, request: Request) -> segment.Requested:

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvelastic.address import is_loopback
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.shared.segment import check_name
 from kvelastic.units import (
@@ -490,38 +491,30 @@ class ModelSettings(_Section):
             raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelSettings:
-        if sum((self.url is not None, bool(self.urls), self.launch is not None)) != 1:
-            raise ValueError(f"model {self.name!r}: give one of url, urls and launch")
+    def _fits_together(self) -> ModelSettings:
+        for fault in self._faults():
+            raise ValueError(f"model {self.name!r}: {fault}")
         return self
 
-    @model_validator(mode="after")
-    def _limit_is_of_an_instance(self) -> ModelSettings:
+    def _faults(self) -> Iterator[str]:
+        launch = self.launch
+        if sum((self.url is not None, bool(self.urls), launch is not None)) != 1:
+            yield "give one of url, urls and launch"
         if self.memory.limit is not None and self.instance is None:
-            raise ValueError(
-                f"model {self.name!r}: memory.limit needs `instance`, the engine's"
-                " KVELASTIC_IPC_NAME: nothing else keeps to it"
+            yield (
+                "memory.limit needs `instance`, the engine's KVELASTIC_IPC_NAME: nothing else keeps"
+                " to it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _preload_is_on_demand(self) -> ModelSettings:
-        if self.launch is not None and self.launch.preload and not self.launch.on_demand:
-            raise ValueError(
-                f"model {self.name!r}: launch.preload is for on_demand; others start anyway"
+        if launch is None:
+            return
+        if launch.preload and not launch.on_demand:
+            yield "launch.preload is for on_demand; others start anyway"
+        has_key = any(word.partition("=")[0] == "--api-key" for word in launch.command)
+        if has_key and self.api_key is None:
+            yield (
+                "the command has --api-key, and api_key is not set; leave it out (vLLM gets a new"
+                " key at each start), or set api_key too"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _key_is_known(self) -> ModelSettings:
-        if self.launch is None or self.api_key is not None:
-            return self
-        if any(word.partition("=")[0] == "--api-key" for word in self.launch.command):
-            raise ValueError(
-                f"model {self.name!r}: the command has --api-key, and api_key is not set; leave it"
-                " out (vLLM gets a new key at each start), or set api_key too"
-            )
-        return self
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -664,16 +657,6 @@ def _is_host(host: str) -> bool:
         return True
     except ValueError:
         return bool(_NAME_OF_HOST.fullmatch(host.lower()))
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a loopback address and for localhost, False for any other name."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _origin_as_sent(origin: str) -> str:

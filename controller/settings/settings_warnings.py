@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvelastic.controller.settings.settings import (
-    AuthSettings,
-    ModelSettings,
-    Settings,
-    is_loopback,
-)
+from kvelastic.address import is_loopback
+from kvelastic.controller.settings.settings import AuthSettings, ModelSettings, Settings
 
 _LONGEST_PREFILL_S: Final = 120.0
 

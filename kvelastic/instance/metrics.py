@@ -1,6 +1,5 @@
 """Prometheus metrics of instances, tiers, links and ledgers.
 
-    print(render(list_segments(), list_ledgers()))       # the text format, once
     registry.register(KvelasticCollector(list_segments, list_ledgers))   # reads at each scrape
 
 Needs prometheus-client (`pip install 'kvelastic[metrics]'`), which implements the text format.
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,43 +35,21 @@ class KvelasticCollector(Collector):
         self,
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
-        find_tiers: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersStatus]] = tiers_of,
-        find_nodes: Callable[[], Sequence[NodeStatus]] = link_status.nodes,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
-        self._find_tiers = find_tiers
-        self._find_nodes = find_nodes
 
     def collect(self) -> Iterable[Metric]:
         """Return the current metrics."""
         segments = self._find_segments()
-        all_shown, nodes = self._find_tiers(segments), self._find_nodes()
-        return families(segments, self._find_ledgers(), all_shown, nodes)
-
-
-def render(
-    segments: Sequence[SegmentInfo],
-    ledgers: Sequence[LedgerInfo],
-    all_shown: Mapping[str, TiersStatus] | None = None,
-    nodes: Sequence[NodeStatus] | None = None,
-) -> str:
-    """Return the metrics in Prometheus' text format.
-
-    Reads tiers and nodes if `all_shown` or `nodes` is not given.
-    """
-    find_tiers = tiers_of if all_shown is None else lambda _: all_shown
-    find_nodes = link_status.nodes if nodes is None else lambda: nodes
-    return generate_latest(
-        KvelasticCollector(lambda: segments, lambda: ledgers, find_tiers, find_nodes)
-    ).decode()
+        return families(segments, self._find_ledgers(), tiers_of(segments), link_status.nodes())
 
 
 def families(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
     all_shown: Mapping[str, TiersStatus],
-    nodes: Sequence[NodeStatus] = (),
+    nodes: Sequence[NodeStatus],
 ) -> Iterable[Metric]:
     """Return the metrics as prometheus-client objects, in the order of `metric_table.METRICS`.
 

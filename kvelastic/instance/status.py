@@ -72,6 +72,12 @@ class DeviceUse:
     share: DeviceShare | None = None
     """Its entry in the device's ledger; None without a readable ledger."""
 
+    @property
+    def slack_bytes(self) -> int:
+        """Mapped memory not used, cached or parked: free blocks of used pages, and padding."""
+        rest_bytes = self.in_use_bytes + self.cached_bytes + self.parked_bytes
+        return max(0, self.mapped_bytes - rest_bytes)
+
 
 @dataclass(frozen=True)
 class InstanceStatus:
@@ -351,6 +357,40 @@ def _uses(
         here = {part: statistics[part] * copies // whole for part in _PARTS}
         share = next((one for one in shares if one.device == device), None)
         yield DeviceUse(device, copies, **here, share=share)
+
+
+def member_uses(
+    ledger: LedgerInfo, statuses: Iterable[InstanceStatus]
+) -> list[tuple[Member, DeviceUse]]:
+    """Return every member of a ledger with its memory on the device, in the ledger's order.
+
+    A ledger has the grants of its device, a member's own control block the use of its pages. So a
+    device's parts are the sums of the values shown for its instances. A member that is dead or not
+    in `statuses` counts with the ledger's grant.
+    """
+    uses = {
+        status.uuid: use
+        for status in statuses
+        if status.is_alive
+        for use in status.uses
+        if use.share is not None
+        and (use.share.device, use.share.group) == (ledger.device, ledger.group)
+    }
+    return [
+        (member, uses.get(member.uuid) or _granted(ledger.device, member))
+        for member in ledger.members
+    ]
+
+
+def _granted(device: str, member: Member) -> DeviceUse:
+    return DeviceUse(
+        device,
+        copies=0,
+        mapped_bytes=member.granted_bytes,
+        in_use_bytes=member.in_use_bytes,
+        cached_bytes=member.evictable_bytes,
+        parked_bytes=member.parked_bytes,
+    )
 
 
 def uuid_text(raw: bytes) -> str:

@@ -16,8 +16,7 @@ from segment_owner import Owner
 from terminal import Terminal
 from waiting import wait_until
 
-from kvelastic.cli.commands.explain import explanation_json, explanation_text
-from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.cli.commands.explain import choose_ledger, explanation_json, explanation_text
 from kvelastic.doctor.judge_instance import explain
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared import segment

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from device_ledgers import Machine
+from metrics_text import render
 from native_pools import HUGE, LAYOUTS
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvelastic import _vmm
-from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.cli.commands.explain import choose_ledger
 from kvelastic.cli.rendering.device_rows import device_rows
 from kvelastic.controller.models import instance_memory
-from kvelastic.instance.metrics import render
 from kvelastic.pool.pool import native_geometry
 from kvelastic.shared import ledger, segment
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from metrics_text import render
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import Owner, until_replied
 from waiting import DEADLINE_S
@@ -18,7 +19,6 @@ from waiting import DEADLINE_S
 from kvelastic.cli.kvtop.scene import scene_of
 from kvelastic.controller.models import instance_memory
 from kvelastic.instance.metric_table import STATES
-from kvelastic.instance.metrics import render
 from kvelastic.instance.outcome import Verdict, outcome_of
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.shared import ledger, segment

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from called_kvctl import kvctl
+from metrics_text import render
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from waiting import DEADLINE_S
@@ -129,20 +130,20 @@ ONE = "device=GPU-1,engine=vllm,model=Qwen/Qwen3-8B,name=one"
 
 
 def test_waiting_requests_are_exported_if_engine_reports_them():
-    found = samples(metrics.render([info()], [LEDGER]))
+    found = samples(render([info()], [LEDGER]))
     assert found["kvelastic_instance_requests_waiting", ONE] == 3
     assert found["kvelastic_instance_first_needs_bytes", ONE] == 600 * MIB
     assert found["kvelastic_instance_limit_too_low", ONE] == 1
     before = info()
     for field in [name for name in before.usage if "waiting" in name or "first_" in name]:
         del before.usage[field]
-    found = samples(metrics.render([before], [LEDGER]))
+    found = samples(render([before], [LEDGER]))
     assert ("kvelastic_instance_requests_waiting", ONE) not in found
     assert found["kvelastic_instance_limit_too_low", ONE] == 0
 
 
 def test_instance_and_device_metrics():
-    found = samples(metrics.render([info()], [LEDGER]))
+    found = samples(render([info()], [LEDGER]))
     for name, value in {
         "capacity_bytes": 1000 * MIB,
         "mapped_bytes": 100 * MIB,
@@ -177,7 +178,7 @@ def test_sleeping_instance_exports_gauge_and_keeps_its_limit():
     """`asleep` is no state of the limit: what is still to be given back is told beside it."""
     sleeping = info(ack={"effective_limit_bytes": 0})
     sleeping.usage["asleep"] = 1
-    found = samples(metrics.render([info("two"), sleeping], []))
+    found = samples(render([info("two"), sleeping], []))
     assert found["kvelastic_instance_asleep", ONE] == 1
     assert found["kvelastic_instance_asleep", ONE.replace("=one", "=two")] == 0
     assert found["kvelastic_instance_limit_bytes", ONE] == 500 * MIB
@@ -189,7 +190,7 @@ def test_every_described_metric_is_exported_with_its_labels():
     families = {
         family.name: family
         for family in text_string_to_metric_families(
-            metrics.render([info()], [LEDGER], {"one": STATUS}, [NODE])
+            render([info()], [LEDGER], {"one": STATUS}, [NODE])
         )
     }
     for one in metric_table.METRICS:
@@ -230,7 +231,7 @@ def test_every_instance_counter_has_a_metric():
     ],
 )
 def test_exactly_one_state_gauge_is_set(changes, status, state):
-    found = samples(metrics.render([info(status=status, **changes)], []))
+    found = samples(render([info(status=status, **changes)], []))
     states = {
         at: found["kvelastic_instance_state", f"{ONE},state={at}"] for at in metric_table.STATES
     }
@@ -242,7 +243,7 @@ def test_dead_and_unreadable_segments_are_only_counted():
     broken = SegmentInfo("broken", "unreadable", problem="version 9")
     foreign = LedgerInfo("default_GPU-1", "foreign", problem="user 7")
     gone = LedgerInfo("GPU-1", "readable", members=(member("gone"), member("x", status="dead")))
-    text = metrics.render([info("gone", status="dead"), broken], [foreign, gone])
+    text = render([info("gone", status="dead"), broken], [foreign, gone])
     found = samples(text)
     assert found["kvelastic_segments", "status=dead"] == 1
     assert found["kvelastic_segments", "status=unreadable"] == 1
@@ -251,7 +252,7 @@ def test_dead_and_unreadable_segments_are_only_counted():
 
 
 def test_ledger_member_without_segment_is_exported():
-    found = samples(metrics.render([], [LEDGER]))
+    found = samples(render([], [LEDGER]))
     labels = "device=GPU-1,engine=,model=,name=one"
     assert found["kvelastic_instance_granted_bytes", labels] == 100 * MIB
 
@@ -260,14 +261,12 @@ def test_unusual_names_are_escaped_and_series_are_unique():
     """A label that is not escaped, or a series that comes twice, would cost the whole scrape."""
     strange = 'a"b\\c\nd{}\u2028é'
     undecodable = os.fsdecode(b"x\xff")
-    found = samples(
-        metrics.render([info(strange, header={"model": strange}), info(undecodable)], [])
-    )
+    found = samples(render([info(strange, header={"model": strange}), info(undecodable)], []))
     shown = 'a"b\\c\ufffdd{}\ufffdé'  # what steers a terminal is replaced: people read it with curl
     labels = f"device=GPU-1,engine=vllm,model={shown},name={shown}"
     assert found["kvelastic_instance_mapped_bytes", labels] == 100 * MIB
     twice = LedgerInfo("GPU-1", "readable", members=(member("a"), member("a")))
-    text = metrics.render([], [twice, twice])
+    text = render([], [twice, twice])
     assert text.count("kvelastic_instance_granted_bytes{") == 1
     assert text.count("kvelastic_device_capacity_bytes{") == 1
 
@@ -432,4 +431,4 @@ def test_collector_works_in_another_registry():
 
     registry = CollectorRegistry()
     registry.register(metrics.KvelasticCollector(lambda: [info()], lambda: [LEDGER]))
-    assert generate_latest(registry).decode() == metrics.render([info()], [LEDGER])
+    assert generate_latest(registry).decode() == render([info()], [LEDGER])

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from link_statuses import LINK, MOST, NODE, ONE, TWO, counts, kvctl, shown, status_file, unattended
 from linked import address_of
+from metrics_text import render
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
 from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentNotFoundError
-from kvelastic.instance import metrics
 from kvelastic.messages import parse_address
 from kvelastic.shared import link_status
 from kvelastic.shared.link_status import KIND, LinkStatus, NodeStatus, object_of
@@ -60,7 +60,7 @@ def test_lying_status_file_is_harmless(lie: str) -> None:
             assert kvctl(*arguments).exit_code == 0
         series = Counter(
             (sample.name, tuple(sorted(sample.labels.items())))
-            for family in text_string_to_metric_families(metrics.render([], [], {}, [node]))
+            for family in text_string_to_metric_families(render([], [], {}, [node]))
             for sample in family.samples
         )
         assert max(series.values()) == 1  # Prometheus drops a whole scrape for a series twice
@@ -99,7 +99,7 @@ def test_metrics_use_the_latest_link_per_peer(tmp_path: Path) -> None:
             owner.links[0].count(failures=failures)
             link.unlink(timeout_s=DEADLINE_S)
             assert ended.acquire(timeout=DEADLINE_S)
-        text = metrics.render([], [], {}, [owner._status._status(0)])
+        text = render([], [], {}, [owner._status._status(0)])
         assert [
             line.split()[-1] for line in text.splitlines() if "link_failures_total{" in line
         ] == ["2.0"]
