@@ -76,11 +76,6 @@ def size_of(body: dict[str, Any], key: str) -> int | None:
     return value
 
 
-def duration_of(body: dict[str, Any], key: str) -> float | None:
-    """Return a duration in seconds; None if the key is absent. Raises `Refusal` (400)."""
-    return _time_of(body, key, parse_duration_s)
-
-
 def age_of(body: dict[str, Any], key: str) -> float | None:
     """Return an age in seconds; None if the key is absent. Raises `Refusal` (400)."""
     return _time_of(body, key, parse_age_s)
@@ -101,7 +96,7 @@ def wait_of(body: dict[str, Any]) -> float | None:
 
     Raises `Refusal` (400).
     """
-    wait_s = duration_of(body, "wait")
+    wait_s = _time_of(body, "wait", parse_duration_s)
     if wait_s is not None and wait_s > MOST_WAIT_S:
         raise Refusal(400, "invalid_value", f"wait is at most {MOST_WAIT_S:g} s.", param="wait")
     return wait_s

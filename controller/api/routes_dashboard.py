@@ -73,33 +73,26 @@ async def devices_history(app_state: AppState, request: Request) -> Any:
     return {"controller_started_at": app_state.started_at, **history}
 
 
-class _File:
-    """One file with its headers, which are constant."""
-
-    def __init__(self, name: str, body: bytes) -> None:
-        self.body = body
-        self.etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        kind = _TYPES["." + name.rpartition(".")[2]]
-        self.headers = {**_HEADERS, "content-type": kind, "etag": self.etag}
-
-
 class DashboardFiles:
     """The dashboard's files, read once. The front of a cluster serves them, too."""
 
     def __init__(self) -> None:
         folder = resources.files("kvelastic.controller").joinpath("dashboard")
-        self._files = {
-            each.name: _File(each.name, each.read_bytes())
-            for each in folder.iterdir()
-            if "." + each.name.rpartition(".")[2] in _TYPES
-        }
+        self._files: dict[str, tuple[bytes, dict[str, str]]] = {}
+        """Each file's contents and headers, by name."""
+        for each in folder.iterdir():
+            kind = _TYPES.get("." + each.name.rpartition(".")[2])
+            if kind is not None:
+                body = each.read_bytes()
+                etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+                self._files[each.name] = body, {**_HEADERS, "content-type": kind, "etag": etag}
 
     def answer(self, request: Request, name: str) -> Response:
         """Return the response with this file. Raises `Refusal` if it does not exist."""
-        file = self._files.get(name)
-        if file is None:
+        if name not in self._files:
             raise Refusal(404, "not_found", "The dashboard has no such file.")
+        body, headers = self._files[name]
         known = request.headers.get("if-none-match", "")
-        if any(tag.strip().removeprefix("W/") == file.etag for tag in known.split(",")):
-            return Response(status_code=304, headers=file.headers)
-        return Response(file.body, headers=file.headers)
+        if any(tag.strip().removeprefix("W/") == headers["etag"] for tag in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers)

@@ -6,14 +6,6 @@ import { byId, head, make, mark, reconcile, row, setText } from "./dom.js";
 import { duration, number } from "./format.js";
 import { Memory } from "./memory.js";
 
-const STATES = {
-  awake: "awake",
-  asleep: "asleep",
-  falling_asleep: "falling asleep",
-  waking: "waking",
-  starting: "starting",
-  down: "down",
-};
 const ACTION_TIMEOUT_MS = 300_000;
 
 /** The table of models. Calls `report(error or null)` after an action, `showLogs(model)` on click. */
@@ -106,7 +98,7 @@ class Row {
   update({ askedAt, model, traffic, memory }) {
     this.model = model;
     mark(this.state, "data-state", model.state);
-    setText(this.state, STATES[model.state] ?? model.state);
+    setText(this.state, model.state.replace("_", " "));
     setText(this.about, aboutOf(model, traffic));
     this.node.hidden = !model.node;
     setText(this.node, model.node ?? "");

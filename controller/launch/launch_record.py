@@ -21,7 +21,7 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,16 +55,8 @@ class Mark:
 
     def to_text(self) -> str:
         """Return the mark as one line of JSON."""
-        return json.dumps(
-            {
-                "version": _VERSION,
-                "source": self.source,
-                "model": self.model,
-                "port": self.port,
-                "launch_digest": self.launch_digest,
-                "controller": _identity_to_json(self.controller),
-            }
-        )
+        facts = {"version": _VERSION, **vars(self), "controller": astuple(self.controller)}
+        return json.dumps(facts, default=bytes.hex)
 
     @classmethod
     def from_text(cls, text: str) -> Mark | None:
@@ -92,10 +84,7 @@ class Record:
     @classmethod
     def of(cls, mark: Mark, pid: int) -> Record:
         """Return the record of an engine that this process has just started."""
-        leader = ProcessIdentity(
-            pid, start_time_ticks(pid) or 0, boot_id(), pid_namespace(), os.geteuid()
-        )
-        return cls(mark, leader)
+        return cls(mark, _identity_of(pid, start_time_ticks(pid) or 0))
 
 
 @dataclass(frozen=True)
@@ -155,9 +144,8 @@ def write(record: Record) -> None:
     """Write a record, readable by this user only. Raises `OSError`, `ControllerError`."""
     make_folder()
     path = _path_of(record)
-    text = json.dumps(
-        {"mark": record.mark.to_text(), "leader": _identity_to_json(record.leader)}
-    ).encode()
+    facts = {"mark": record.mark.to_text(), "leader": astuple(record.leader)}
+    text = json.dumps(facts, default=bytes.hex).encode()
     new = path.with_suffix(f".{os.getpid()}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -207,16 +195,6 @@ def _records() -> list[Record]:
     return [record for path in paths if (record := _read(path)) is not None]
 
 
-def _identity_to_json(identity: ProcessIdentity) -> list[Any]:
-    return [
-        identity.pid,
-        identity.start_time_ticks,
-        identity.boot_id.hex(),
-        identity.pid_namespace,
-        identity.uid,
-    ]
-
-
 def _identity_from_json(raw: Any) -> ProcessIdentity:
     pid, ticks, boot, namespace, uid = raw
     return ProcessIdentity(int(pid), int(ticks), bytes.fromhex(boot), int(namespace), int(uid))
@@ -262,7 +240,8 @@ def _engine(
         if session != mine and members & marked:
             pids |= members
     pids.discard(os.getpid())
-    processes = [found for pid in pids if (found := _identity_of(pid)) is not None]
+    starts = {pid: start_time_ticks(pid) for pid in pids}
+    processes = [_identity_of(pid, at) for pid, at in starts.items() if at is not None]
     processes.sort(key=lambda each: (each.start_time_ticks, each.pid))
     if leader is None and processes and processes[0].pid in sessions:
         leader = processes[0]  # the oldest, and the first of its session
@@ -280,10 +259,7 @@ def _processes_of_this_user() -> list[int]:
     return found
 
 
-def _identity_of(pid: int) -> ProcessIdentity | None:
-    ticks = start_time_ticks(pid)
-    if ticks is None:
-        return None
+def _identity_of(pid: int, ticks: int) -> ProcessIdentity:
     return ProcessIdentity(pid, ticks, boot_id(), pid_namespace(), os.geteuid())
 
 

@@ -63,30 +63,6 @@ class _Counts:
     first_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
     total_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
 
-    def add(
-        self,
-        *,
-        total_s: float,
-        first_s: float | None,
-        ok: bool,
-        tokens: int,
-        cancelled: bool,
-        refused: bool,
-    ) -> None:
-        self.requests += 1
-        self.tokens += tokens
-        self.total_sum_s += total_s
-        self.total_counts[bucket_of(total_s)] += 1
-        if first_s is not None:
-            self.first_sum_s += first_s
-            self.first_counts[bucket_of(first_s)] += 1
-        if ok:
-            self.succeeded += 1
-        else:
-            self.failed += 1
-            self.cancelled += cancelled
-            self.refused += refused
-
 
 @dataclass(eq=False)
 class _Slot(_Counts):
@@ -129,14 +105,19 @@ class Traffic(_Counts):
     ) -> None:
         """Count a finished request. `first_s` is None if the response has no body byte."""
         for counts in (self, self._slot(now_s)):
-            counts.add(
-                total_s=total_s,
-                first_s=first_s,
-                ok=ok,
-                tokens=tokens,
-                cancelled=cancelled,
-                refused=refused,
-            )
+            counts.requests += 1
+            counts.tokens += tokens
+            counts.total_sum_s += total_s
+            counts.total_counts[bucket_of(total_s)] += 1
+            if first_s is not None:
+                counts.first_sum_s += first_s
+                counts.first_counts[bucket_of(first_s)] += 1
+            if ok:
+                counts.succeeded += 1
+            else:
+                counts.failed += 1
+                counts.cancelled += cancelled
+                counts.refused += refused
 
     def window(self, seconds: float, now_s: float) -> Window:
         """Return the statistics of the last `seconds`, rounded to slots, at most `MAX_WINDOW_S`."""

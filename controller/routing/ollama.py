@@ -29,6 +29,7 @@ from kvelastic.controller.http.replies import send_refusal
 from kvelastic.controller.http.request_body import Body, ClientGoneError, Receive, read_body
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.gate import State, Ticket
+from kvelastic.controller.models.instance_memory import DeviceClaims
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.routing import ollama_models
 from kvelastic.controller.routing.body_worker import FromOpenAI, ToOpenAI
@@ -127,30 +128,27 @@ class OllamaApi:
     async def _listed(self, models: list[ServedModel]) -> list[Listed]:
         memory = await asyncio.to_thread(instance_memory.claims)
         since = datetime.fromtimestamp(self._app_state.started_at, timezone.utc)
-        found = []
-        for model in models:
-            idle_after_s = model.idle_after_s
-            expires_in_s = None
-            if idle_after_s is not None and not model.settings.pin and model.can_sleep:
-                expires_in_s = idle_after_s - model.idle_s
-            claims = [
-                device.full[model.settings.instance].all_bytes
-                for device in memory.values()
-                if model.settings.instance in device.full
-            ]
-            size = sum(claims) or model.settings.memory.needs or 0
-            settings = model.settings
-            found.append(
-                Listed(
-                    name=model.name,
-                    engine=settings.engine,
-                    since=since,
-                    bytes=size,
-                    capabilities=settings.capabilities,
-                    expires_in_s=expires_in_s,
-                )
-            )
-        return found
+        return [self._entry(model, memory, since) for model in models]
+
+    def _entry(
+        self, model: ServedModel, memory: dict[str, DeviceClaims], since: datetime
+    ) -> Listed:
+        settings, idle_after_s = model.settings, model.idle_after_s
+        claims = [
+            device.full[settings.instance].all_bytes
+            for device in memory.values()
+            if settings.instance in device.full
+        ]
+        expires_in_s = None
+        if idle_after_s is not None and not settings.pin and model.can_sleep:
+            expires_in_s = idle_after_s - model.idle_s
+        return Listed(
+            name=model.name,
+            since=since,
+            bytes=sum(claims) or settings.memory.needs or 0,
+            capabilities=settings.capabilities,
+            expires_in_s=expires_in_s,
+        )
 
     # ------------------------------------------------------------------------ inference
 

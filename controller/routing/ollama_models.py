@@ -22,7 +22,6 @@ class Listed:
     """One model of a list."""
 
     name: str
-    engine: str
     since: datetime
     """Time at which the controller began to serve it."""
     bytes: int = 0

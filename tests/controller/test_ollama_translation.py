@@ -300,7 +300,7 @@ def test_errors_of_engines(body: bytes, said: str) -> None:
 
 def test_model_lists_have_ollama_format() -> None:
     since = datetime(2026, 1, 1, tzinfo=timezone.utc)
-    models = [Listed("m", "vllm", since, 7, 60.0), Listed("n", "vllm", since)]
+    models = [Listed("m", since, 7, 60.0), Listed("n", since)]
     assert [m["name"] for m in tags(models)["models"]] == ["m", "n"]
     assert len(tags(models)["models"][0]["digest"]) == 64
     first, second = running(models, since + timedelta(seconds=5))["models"]
