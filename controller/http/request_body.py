@@ -61,7 +61,7 @@ class Body:
         self._size = 0
         """Number of bytes in `_pieces` or in the file."""
         self._replaced = (0, 0, b"")
-        """Sent instead of the bytes between two positions."""
+        """Sent instead of the file's bytes between two positions."""
         self._added = b""
         """Sent before the last brace."""
 
@@ -74,7 +74,9 @@ class Body:
     @property
     def in_memory(self) -> bytes | None:
         """The whole body if it is small; None if it is in a file."""
-        return None if self._file is not None else b"".join(self.pieces())
+        if self._file is not None:
+            return None
+        return b"".join(self.pieces()) if self._added else self._bytes(0, self._size)
 
     def append(self, piece: bytes) -> None:
         """Append the next piece. Raises `Refusal` (503)."""
@@ -109,12 +111,17 @@ class Body:
         self._take(self._size)
 
     def replace(self, start: int, end: int, new: bytes) -> None:
-        """Replace the bytes `start` to `end` by `new`. Call it at most once.
+        """Replace the bytes `start` to `end` by `new`. Call it at most once, before `add_fields`.
 
         Raises `Refusal` (503).
         """
         self._take(max(0, len(new) - (end - start)))
-        self._replaced = start, end, new
+        if self._file is not None:
+            self._replaced = start, end, new
+            return
+        data = self._bytes(0, self._size)
+        self._pieces = [b"".join((data[:start], new, data[end:]))]
+        self._size = len(self._pieces[0])
 
     def add_fields(self, fields: bytes) -> None:
         """Add fields to the body, a JSON object that has one: `"a":1,"b":2`.
@@ -143,7 +150,7 @@ class Body:
         self._take(-self._held_bytes)
         self._pieces, self._added = [], b""
         if self._file is None:
-            self._size, self._replaced = 0, (0, 0, b"")
+            self._size = 0
         elif self._file >= 0:
             os.close(self._file)
             self._file = -1  # a late read fails instead of reading a file that reuses the number
