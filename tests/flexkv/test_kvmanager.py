@@ -33,7 +33,7 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.flexkv.cache.cache_engine import GlobalCacheEngine
-from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.config import GLOBAL_CONFIG_FROM_ENV, CacheConfig, ModelConfig
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.transfer import DeviceType, TransferOpGraph
 from kvelastic.flexkv.kvmanager import KVManager
@@ -238,6 +238,16 @@ def test_invalid_configuration_is_refused() -> None:
         KVManager(MODEL, CacheConfig(enable_ssd=True))
     with pytest.raises(UnsupportedError, match="enable_gds"):
         KVManager(MODEL, CacheConfig(enable_gds=True))
+
+
+def test_unsupported_variable_is_refused_without_an_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in vars(GLOBAL_CONFIG_FROM_ENV).copy():
+        monkeypatch.delattr(GLOBAL_CONFIG_FROM_ENV, name)
+    monkeypatch.setenv("FLEXKV_ENABLE_GDS", "1")
+    with pytest.raises(UnsupportedError, match="enable_gds"):
+        KVManager(MODEL, CacheConfig())
 
 
 # --- get_match ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
-from kvelastic.flexkv.common.known_settings import EVICTION_POLICIES
+from kvelastic.flexkv.common.known_settings import BY_NAME, EVICTION_POLICIES
 from kvelastic.flexkv.common.user_config import (
     GLOBAL_CONFIG_FROM_ENV,
     UserConfig,
@@ -242,9 +242,9 @@ class CacheConfig:
 
         Raise `UnsupportedError`, which names the replacement, for a feature that kvelastic lacks.
         """
-        for name, instead in _UNSUPPORTED.items():
-            if getattr(self, name):
-                raise UnsupportedError(f"{name}=True is not there ({instead})")
+        for name, value in vars(self).items():
+            if value and name in BY_NAME and BY_NAME[name].instead:
+                raise UnsupportedError(f"{name}={value}: use {BY_NAME[name].instead}")
         for name in ("tokens_per_block", "num_cpu_blocks", "num_ssd_blocks", "staging_bytes"):
             _check_count(name, getattr(self, name), ConfigError)
         if self.num_remote_blocks is not None:
@@ -284,18 +284,6 @@ _MOST_ONE: Final = {
     "cp_size": "a block that is spread over context-parallel ranks is not served; use tensor"
     " parallelism",
     "pp_size": "give each pipeline stage its own KVManager, with the layers of that stage",
-}
-_UNSUPPORTED: Final = {
-    "enable_gds": "GPUDirect Storage: blocks pass pinned host memory; leave it off",
-    "enable_nixl": "NIXL: blocks pass pinned host memory; leave it off",
-    "enable_p2p_cpu": "reading other machines' CPU tiers: use enable_remote with"
-    " remote_cache_path=mooncake:HOST:PORT",
-    "enable_p2p_ssd": "reading other machines' disks: use enable_remote with a shared folder as"
-    " remote_cache_path",
-    "enable_3rd_remote": "another remote backend: use enable_remote with a shared folder or"
-    " mooncake:HOST:PORT as remote_cache_path",
-    "use_mooncake_store_backend": "a switch for Mooncake: use enable_remote with"
-    " remote_cache_path=mooncake:HOST:PORT",
 }
 
 

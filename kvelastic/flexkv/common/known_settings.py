@@ -130,6 +130,10 @@ _STORE: Final = "remote_cache_path=mooncake:HOST:PORT names the store"
 _SHMEM: Final = "there is no radix index in shared memory"
 _EVICTION: Final = "an eviction takes what is asked for, from the tier's policy"
 _TRACE: Final = "a trace is one file"
+_PINNED: Final = "the disk tier without it; blocks pass pinned host memory"
+_SHARED_STORE: Final = (
+    "enable_remote with a shared folder or mooncake:HOST:PORT as remote_cache_path"
+)
 EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
 _LAYOUTS: Final = ("BLOCKFIRST", "LAYERFIRST", "LAYERBLOCK")
 
@@ -154,12 +158,12 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("enable_remote", boolean, False),
     Setting("remote_cache_path", _text, None),
     Setting("num_remote_blocks", _whole(1), None),
-    Setting("enable_gds", boolean, False),
-    Setting("enable_nixl", boolean, False),
-    Setting("enable_p2p_cpu", boolean, False),
-    Setting("enable_p2p_ssd", boolean, False),
-    Setting("enable_3rd_remote", boolean, False),
-    Setting("use_mooncake_store_backend", boolean, False),
+    Setting("enable_gds", boolean, False, instead=_PINNED),
+    Setting("enable_nixl", boolean, False, instead=_PINNED),
+    Setting("enable_p2p_cpu", boolean, False, instead=_SHARED_STORE),
+    Setting("enable_p2p_ssd", boolean, False, instead=_SHARED_STORE),
+    Setting("enable_3rd_remote", boolean, False, instead=_SHARED_STORE),
+    Setting("use_mooncake_store_backend", boolean, False, instead=_SHARED_STORE),
     Setting("enable_radixshmem", boolean, False, instead="FLEXKV_SERVER_CLIENT_MODE=1, where several engines share one server's index"),
     Setting("enable_layerwise_transfer", boolean, False, instead="all layers of a block, which come in one copy"),
     Setting("swa_multi_group", boolean, None, instead="a model without sliding windows"),
