@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import LayoutError
-from kvelastic.integration.vllm.cache_shape import place_layers
 from kvelastic.pool.layout import (
     GRANULARITY_BYTES,
     MAX_PAGE_BYTES,
@@ -244,11 +243,6 @@ def test_solve_rejects_sizes_above_the_largest_page(name: str) -> None:
     arguments: dict[str, Any] = {name: MAX_PAGE_BYTES + 1}
     with pytest.raises(LayoutError, match=f"{name}={MAX_PAGE_BYTES + 1}"):
         PageLayout.solve(64, 2, **arguments)
-
-
-def test_vllm_placement_needs_one_buffer_per_layer() -> None:
-    with pytest.raises(LayoutError, match="layers=2 does not match a layout of 4 buffers"):
-        place_layers(PageLayout.solve(64, 4), 2, 1)
 
 
 def test_page_for_one_block_is_minimal() -> None:

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
-from kvelastic.integration.vllm.cache_shape import place_layers
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.tensor_views import CachePlan, TensorView, block_view, plan
 
@@ -148,23 +147,15 @@ def test_fused_latent_and_vllm_views_match_the_layout(case: Case) -> None:
         assert layout.block_bytes == prod(block_shape) * itemsize
         tags = memory(layout, pages)
         (views,) = made.views(pages)
-        placement = place_layers(layout, layers, pages)
-        assert placement.size == layout.range_bytes(pages)
-        assert placement.num_blocks == layout.id_span(pages)
         for layer, view in enumerate(views):
             assert view.shape == (layout.id_span(pages), *block_shape)
             found = seen(tags, view)
             for block_id in valid_ids(layout, pages):
                 want = expected(layout, block_id, layer, itemsize)
                 assert found[block_id].ravel().tolist() == want
-                begin = (
-                    placement.offset
-                    + layer * placement.layer_stride
-                    + block_id * placement.block_stride
-                )
-                assert tags[begin] == want[0]
-        last = placement.offset + (layers - 1) * placement.layer_stride
-        assert last + placement.num_blocks * placement.block_stride <= placement.size
+                assert tags[layout.offset_bytes(block_id, layer, pages)] == want[0]
+        end = layout.offset_bytes(layout.id_span(pages), layers - 1, pages)
+        assert end <= layout.range_bytes(pages)
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from kvelastic.errors import LayoutError, UnsupportedEngineError
+from kvelastic.errors import UnsupportedEngineError
 from kvelastic.pool.layout import PageLayout
 
 _ALIGNMENT_BYTES = 64
@@ -96,19 +96,18 @@ def rewrite(config: Any, shape: CacheShape, layout: PageLayout, pages: int) -> N
     `layout` must have been made for `shape`. The scheduler keeps its own copy with the real number
     of blocks.
     """
-    placement = place_layers(layout, shape.buffers, pages)
+    layer_stride_bytes = layout.buffer_stride_bytes(pages)
     packed_bytes = 0
     for tensor in config.kv_cache_tensors:
         if shape.form == "layers":
-            first = _first_buffer(config, tensor)
-            tensor.offset = placement.offset + first * placement.layer_stride
-            tensor.layer_stride = placement.layer_stride
+            tensor.offset = _first_buffer(config, tensor) * layer_stride_bytes
+            tensor.layer_stride = layer_stride_bytes
         elif shape.form == "mixed":
             tensor.offset, tensor.layer_stride = packed_bytes, tensor.block_stride
             packed_bytes += _aligned(tensor.block_stride * len(tensor.layers))
-        tensor.block_stride = placement.block_stride
-        tensor.size = placement.size
-    config.num_blocks = placement.num_blocks
+        tensor.block_stride = layout.block_bytes
+        tensor.size = layout.range_bytes(pages)
+    config.num_blocks = layout.id_span(pages)
 
 
 def _first_buffer(config: Any, tensor: Any) -> int:
@@ -124,35 +123,4 @@ def _strides(tensors: Sequence[Any]) -> str:
     kinds = {(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
     return "strides of " + ", ".join(
         f"{layer} bytes a layer and {block} bytes a block" for layer, block in sorted(kinds)
-    )
-
-
-class Placement(NamedTuple):
-    """vLLM's terms: block b of layer l lies at `offset + l*layer_stride + b*block_stride`."""
-
-    offset: int
-    layer_stride: int  # bytes
-    block_stride: int  # bytes
-    size: int  # bytes of the whole allocation
-    num_blocks: int  # ids a layer's view has
-
-
-def place_layers(layout: PageLayout, layers: int, pages: int) -> Placement:
-    """The placement of `layers` layers whose block is all of a layer's bytes (K and V together).
-
-    Views of neighbouring layers overlap in addresses and never in blocks: what lies between two
-    pages' ids of one layer belongs to the other layers. Raises `LayoutError` unless the layout has
-    one buffer a layer.
-    """
-    if layout.buffers != layers:
-        raise LayoutError(
-            f"layers={layers} does not match a layout of {layout.buffers} buffers; vLLM's placement"
-            " needs one buffer a layer, K and V in one block."
-        )
-    return Placement(
-        offset=0,
-        layer_stride=layout.buffer_stride_bytes(pages),
-        block_stride=layout.block_bytes,
-        size=layout.range_bytes(pages),
-        num_blocks=layout.id_span(pages),
     )

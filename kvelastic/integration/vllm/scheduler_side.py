@@ -97,24 +97,16 @@ class Instance:
         """Rewrite a worker's `KVCacheConfig` to the paged layout and add its handoff."""
         vllm_block_bytes = cache_config.kv_cache_tensors[0].size // cache_config.num_blocks
         cache_shape.rewrite(cache_config, self._shape, self._layout, self._pages)
-        setattr(cache_config, HANDOFF, self._handoff(rank, vllm_block_bytes))
-
-    def _handoff(self, rank: int, vllm_block_bytes: int) -> Handoff:
-        layout = self._layout
-        return Handoff(
+        handoff = Handoff(
             rank=rank,
             device=self._devices[rank].name,
             segment_name=self._pool.name,
             segment_uuid=self._pool.segment.control_block.read_header()["uuid"],
+            layout=self._layout,
             pages=self._pages,
-            extents_per_page=layout.extents_per_page,
-            extent_bytes=layout.extent_bytes,
-            extent_stride_bytes=layout.extent_stride_bytes(self._pages),
-            block_bytes=layout.block_bytes,
-            blocks_per_page=layout.blocks_per_page,
-            buffers_per_extent=layout.buffers_per_extent,
             vllm_block_bytes=vllm_block_bytes,
         )
+        setattr(cache_config, HANDOFF, handoff)
 
     def wait_for_workers(self) -> None:
         """Block until every worker serves the ring and page 0, the null block's, is mapped.

@@ -26,6 +26,7 @@ from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.integration.vllm.worker_device import WorkerDevice
 from kvelastic.pool import tensors
+from kvelastic.pool.pool import native_geometry
 from kvelastic.shared import ledger, segment
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -127,9 +128,8 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
             seg.hold_as_worker(handoff.rank),
             *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank, handoff.device),
         ]
-        arena = reserve_range(
-            device.driver, handoff.geometry(), guard_pages=config.load().guard_pages
-        )
+        geometry = native_geometry(handoff.layout, handoff.pages)
+        arena = reserve_range(device.driver, geometry, guard_pages=config.load().guard_pages)
         with _every_processor():
             ring_worker = _vmm.RingWorker.start(seg.control_block, arena, handoff.rank)
     except BaseException:
@@ -138,7 +138,7 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
     _log.info(
         "Reserved addresses for %d pages of %.1f MiB for the KV cache; none is mapped yet.",
         handoff.pages,
-        handoff.extents_per_page * handoff.extent_bytes / 2**20,
+        handoff.layout.page_bytes / 2**20,
     )
     return WorkerMemory(seg, arena, ring_worker, lives)
 
