@@ -64,30 +64,9 @@ class GrowingPages:
         self._pid = os.getpid()
 
     @property
-    def page_bytes(self) -> int:
-        """Size of a page in all lanes together."""
-        return self.pool.blocks.geometry.page_bytes
-
-    @property
-    def extent_bytes(self) -> int:
-        """Size of a page in one lane."""
-        return self.pool.blocks.geometry.extent_bytes
-
-    @property
-    def lane_stride_bytes(self) -> int:
-        """Distance between two lanes."""
-        return self.pool.blocks.geometry.extent_stride_bytes
-
-    @property
-    def unused_bytes(self) -> int:
-        """Size of the null block, which is unused at the start of each lane."""
-        return self.pool.blocks.geometry.block_bytes
-
-    @property
-    def range_memory(self) -> _vmm.Range:
-        """The range of addresses."""
-        assert isinstance(self.pool.memory, _vmm.Range)
-        return self.pool.memory
+    def geometry(self) -> _vmm.Geometry:
+        """The sizes of its pages: an extent in each lane, of which the first block is unused."""
+        return self.pool.blocks.geometry
 
     def refuse_in_a_child(self) -> None:
         """Raise `DeviceUnavailableError` in a forked child: the memory belongs to the parent."""
@@ -164,7 +143,7 @@ class GrowingPages:
 
     def _is_over_limit(self, pages: int) -> bool:
         effective_bytes = self.pool.blocks.limit_state()["effective_limit_bytes"]
-        return pages > self._most or pages * self.page_bytes > effective_bytes
+        return pages > self._most or pages * self.geometry.page_bytes > effective_bytes
 
     def _ids(self, begin: int, end: int) -> Sequence[int]:
         """Return the block ids of pages `begin` to `end`, without the null block."""
@@ -174,7 +153,8 @@ class GrowingPages:
         """Return the error for unavailable pages, with the memory held and the remedy."""
         blocks, name = self.pool.blocks, self.pool.name
         state = blocks.limit_state()
-        needed_bytes = pages * self.page_bytes
+        page_bytes = self.geometry.page_bytes
+        needed_bytes = pages * page_bytes
         held = format_size(state["mapped_bytes"])
         now = f"{name} needs {format_size(needed_bytes)} and holds {held}"
         after = "Nothing has changed: it may go on when there is room, or be closed."
@@ -192,7 +172,7 @@ class GrowingPages:
                 " may hold of the device: `kvctl devices` says who has them. Lower another"
                 f" instance's limit, or wait longer with KVELASTIC_RECLAIM_WAIT. {after}"
             )
-        if limit_bytes - effective_bytes >= self.page_bytes and pages <= self._most:
+        if limit_bytes - effective_bytes >= page_bytes and pages <= self._most:
             return LimitReachedError(
                 f"{now}; it keeps to {format_size(effective_bytes)} for the moment, less than its"
                 f" limit of {format_size(limit_bytes)}, because others are owed memory or the"

@@ -86,10 +86,6 @@ class TokenRows:
         is_even = size_bytes // ALIGNMENT_BYTES % 2 == 0
         return size_bytes + (ALIGNMENT_BYTES if is_even and size_bytes >= LARGE_ROW_BYTES else 0)
 
-    def parts_of(self, lane: int) -> range:
-        """Return the parts in a lane."""
-        return range(2 * self.layers) if self.is_one_lane else range(lane, lane + 1)
-
     def lane_of(self, part: int) -> int:
         """Return the lane of a part."""
         return 0 if self.is_one_lane else part

@@ -42,12 +42,13 @@ class TokenStore:
 
     def __init__(self, pages: GrowingPages, device: Device, layers: int) -> None:
         self._pages = pages
-        self._is_one_lane = pages.pool.blocks.geometry.extents_per_page == 1
+        self._geometry = pages.geometry
         self.lengths = [0] * layers
         """Number of tokens of each layer."""
         self._rows: TokenRows | None = None
+        assert isinstance(pages.pool.memory, _vmm.Range)
         with torch.inference_mode(False):  # otherwise it is writable in inference mode only
-            self._bytes: torch.Tensor | None = whole_range(pages.range_memory)
+            self._bytes: torch.Tensor | None = whole_range(pages.pool.memory)
         self._typed = self._bytes
         self._forward = (0, 0)  # tokens before this forward, and its new tokens
         self._last_layer = layers
@@ -179,7 +180,7 @@ class TokenStore:
             end = min(begin + step, tokens)
             first, last = (start_bytes + token * old_bytes for token in (begin, end))
             aside = self._bytes[first:last].clone().view(typed.dtype)
-            for part in old.parts_of(lane):
+            for part in (one for one in range(2 * old.layers) if old.lane_of(one) == lane):
                 rows = aside.as_strided(*old.view_at(part, 0, end - begin))
                 target = typed.as_strided(*new.view(part, begin, end))
                 target.copy_(rows.index_select(0, indices))
@@ -199,8 +200,8 @@ class TokenStore:
         assert self._typed is not None
         theirs = replace(
             rows,
-            lane_stride_bytes=other._pages.lane_stride_bytes,
-            unused_bytes=other._pages.unused_bytes,
+            lane_stride_bytes=other._geometry.extent_stride_bytes,
+            unused_bytes=other._geometry.block_bytes,
         )
         other._pages.grow(other._pages_for(theirs, self.tokens))
         for lane in range(rows.lanes):
@@ -265,9 +266,9 @@ class TokenStore:
                 key=(heads, dim),
                 value=(value_heads, value_dim),
                 itemsize=keys.dtype.itemsize,
-                lane_stride_bytes=self._pages.lane_stride_bytes,
-                unused_bytes=self._pages.unused_bytes,
-                is_one_lane=self._is_one_lane,
+                lane_stride_bytes=self._geometry.extent_stride_bytes,
+                unused_bytes=self._geometry.block_bytes,
+                is_one_lane=self._geometry.extents_per_page == 1,
             )
         assert self._typed is not None
         if batch != now.batch or value_batch != now.batch:
@@ -297,7 +298,7 @@ class TokenStore:
         return self._typed
 
     def _pages_for(self, rows: TokenRows, tokens: int) -> int:
-        return -(-rows.needed_bytes(tokens) // self._pages.extent_bytes)
+        return -(-rows.needed_bytes(tokens) // self._geometry.extent_bytes)
 
     def _note_stream(self) -> None:
         """Register the current stream with a GPU's driver as a user of the pages."""
