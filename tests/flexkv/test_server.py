@@ -35,8 +35,9 @@ from kvelastic.errors import (
 )
 from kvelastic.flexkv.common import calls
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.memory_handle import TensorDescription, shared_zeros
-from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
+from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus, Mask
 from kvelastic.flexkv.server import process
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server import server as server_module
@@ -502,7 +503,7 @@ def speaking(started: Started, *, registered: bool) -> Any:
 
 
 def valid(pick: random.Random) -> messages.Message:
-    tokens: Any = calls.pack_integers(np.arange(pick.randrange(20)))
+    tokens: Any = calls.pack(np.arange(pick.randrange(20)))
     mask: Any = b"\0\xff"
     tensor = TensorDescription(0, (2, 2), (2, 1), "int8", 1)
     return pick.choice(
@@ -584,9 +585,9 @@ def test_invalid_arrays_are_refused(tokens: Any, mask: Any) -> None:
 
 @given(st.binary(max_size=64))
 def test_random_packed_arrays_unpack_or_raise(packed: bytes) -> None:
-    for read in (calls.unpack_integers, calls.unpack_mask):
+    for kind in (Tokens, Mask):
         try:
-            array = read(packed)
+            array = calls.unpack(kind, packed)
         except InvalidArgumentError:
             continue
         assert array.ndim == 1
@@ -595,13 +596,13 @@ def test_random_packed_arrays_unpack_or_raise(packed: bytes) -> None:
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40))
 def test_packed_integers_round_trip(values: list[int]) -> None:
     array = np.array(values, np.int64)
-    assert (calls.unpack_integers(calls.pack_integers(array)) == array).all()
+    assert (calls.unpack(Tokens, calls.pack(array)) == array).all()
 
 
 @given(st.lists(st.booleans(), max_size=70))
 def test_packed_masks_round_trip(values: list[bool]) -> None:
     mask = np.array(values, bool)
-    assert np.array_equal(calls.unpack_mask(calls.pack_mask(mask)), mask)
+    assert np.array_equal(calls.unpack(Mask, calls.pack(mask)), mask)
 
 
 def test_invalid_token_arrays_are_refused_by_the_client(started: Started) -> None:

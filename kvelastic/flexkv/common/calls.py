@@ -308,48 +308,34 @@ def refuse_sliding(*, swa_aware: bool = False, swa_slot_mappings: Any = None) ->
         )
 
 
-def pack_integers(values: Any) -> bytes:
-    """Pack tokens or slots: a byte that is 4 or 8, then little-endian integers of that size.
+def pack(value: Any) -> bytes:
+    """Pack an array field of a message to bytes, for `Protocol`.
 
-    Raises `InvalidArgumentError` unless it is a 1-D array of at most `MOST_TOKENS` integers.
+    A mask: the number of bits that fill the last byte, then a bit for each token. Tokens or slots:
+    a byte that is 4 or 8, then little-endian integers of that size. Raises `InvalidArgumentError`
+    for another array of numbers, or more than `MOST_TOKENS`.
     """
-    array = request_tokens(values)
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"a {type(value).__name__} is no field of a message")
+    if value.dtype == np.bool_:
+        return bytes([-len(value) % 8]) + np.packbits(value).tobytes()
+    array = request_tokens(value)
     if array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
         return b"\4" + array.astype("<i4").tobytes()
     return b"\x08" + array.astype("<i8").tobytes()
-
-
-def unpack_integers(packed: bytes) -> Tokens:
-    """Reverse `pack_integers`. Raises `InvalidArgumentError` for invalid bytes."""
-    width = packed[0] if packed else 0
-    if width not in (4, 8) or (len(packed) - 1) % width or len(packed) > 1 + 8 * MOST_TOKENS:
-        raise InvalidArgumentError("these bytes are no array of integers")
-    return np.frombuffer(packed, f"<i{width}", offset=1).astype(np.int64)
-
-
-def pack_mask(mask: Mask) -> bytes:
-    """Pack a mask: the number of bits that fill the last byte, then a bit for each token."""
-    return bytes([-len(mask) % 8]) + np.packbits(mask).tobytes()
-
-
-def unpack_mask(packed: bytes) -> Mask:
-    """Reverse `pack_mask`. Raises `InvalidArgumentError` for invalid bytes."""
-    count = 8 * (len(packed) - 1) - packed[0] if packed else -1
-    if not 0 <= count <= MOST_TOKENS or packed[0] > 7:
-        raise InvalidArgumentError(f"{len(packed)} bytes are no mask")
-    bits = np.frombuffer(packed, np.uint8, offset=1)
-    return np.unpackbits(bits, count=count).astype(np.bool_)
-
-
-def pack(value: Any) -> bytes:
-    """Pack an array field of a message to bytes, for `Protocol`."""
-    if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"a {type(value).__name__} is no field of a message")
-    return pack_mask(value) if value.dtype == np.bool_ else pack_integers(value)
 
 
 def unpack(kind: Any, packed: Any) -> Any:
     """Reverse `pack`. Raises `InvalidArgumentError` (a ValueError) for invalid bytes."""
     if not isinstance(packed, bytes):
         raise InvalidArgumentError(f"a {type(packed).__name__} is no array")
-    return unpack_integers(packed) if kind == Tokens else unpack_mask(packed)
+    first, length = packed[0] if packed else -1, len(packed) - 1
+    if kind == Tokens:
+        if first not in (4, 8) or length % first or length > 8 * MOST_TOKENS:
+            raise InvalidArgumentError("these bytes are no array of integers")
+        return np.frombuffer(packed, f"<i{first}", offset=1).astype(np.int64)
+    count = 8 * length - first
+    if not (0 <= first <= 7 and 0 <= count <= MOST_TOKENS):
+        raise InvalidArgumentError(f"{len(packed)} bytes are no mask")
+    bits = np.frombuffer(packed, np.uint8, offset=1)
+    return np.unpackbits(bits, count=count).astype(np.bool_)
