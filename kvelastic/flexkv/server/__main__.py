@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     is_child = arguments[0] == "-"
     try:
         set_log_level(GLOBAL_CONFIG_FROM_ENV.log_level)
-        raw = _first_line() if is_child else _read(arguments[0])
+        raw = sys.stdin.buffer.readline(_MOST_BYTES) if is_child else _read(arguments[0])
         server = KVServer(*load(raw))
     except KvelasticError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,15 +51,6 @@ def main(arguments: list[str]) -> int:
         threading.Thread(target=_stop_at_end, args=(server,), daemon=True).start()
     server.run()
     return 0
-
-
-def _first_line() -> bytes:
-    raw = b""
-    while not raw.endswith(b"\n") and len(raw) < _MOST_BYTES:
-        if not (more := os.read(_STDIN, 1 << 16)):
-            break
-        raw += more
-    return raw
 
 
 def _read(path: str) -> bytes:

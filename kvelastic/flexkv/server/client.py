@@ -20,10 +20,8 @@ from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.rank_client import (
     ANSWER_S,
     START_S,
-    Answer,
     KVTPClient,
     connect_when_there,
-    expect,
 )
 from kvelastic.flexkv.server.utils import socket_address
 from kvelastic.messages import Connection, Endpoint, Message, Request
@@ -84,7 +82,7 @@ class KVDPClient(Calls):
         connection = connect_when_there(self._endpoint, self._address, deadline_s)
         asked = messages.RegisterDPClient(dp_client_id=self.dp_client_id, shape=self._shape)
         try:
-            expect(connection.call(asked, ANSWER_S), messages.Registered)
+            connection.call(asked, ANSWER_S)
         except BaseException:
             connection.close()
             raise
@@ -92,7 +90,8 @@ class KVDPClient(Calls):
 
     def is_ready(self) -> bool:
         """Whether every rank of every client of the server has registered their tensors."""
-        return self._ask(messages.IsReady(), messages.Ready).is_ready
+        ready: messages.Ready = self._ask(messages.IsReady())
+        return ready.is_ready
 
     def ask(self, call: Message, dp_id: int = 0) -> Any:
         """Send a call to the server and return its reply. Blocks. See `Calls.ask`."""
@@ -100,10 +99,9 @@ class KVDPClient(Calls):
             raise InvalidArgumentError(
                 f"dp_id={dp_id}: this is client {self.dp_client_id}; each has its own KVManager"
             )
-        answer = _ANSWERS[type(call)]
         if not isinstance(call, messages.Wait):
-            return self._ask(call, answer)
-        replied = self._ask(call, messages.Responses, (call.timeout_s or 0.0) + ANSWER_S)
+            return self._ask(call)
+        replied: messages.Responses = self._ask(call, (call.timeout_s or 0.0) + ANSWER_S)
         return {one.task_id: one for one in replied.responses}
 
     launch_tasks = Calls.launch
@@ -119,30 +117,21 @@ class KVDPClient(Calls):
 
     def _end_with(self, last: Message) -> None:
         with suppress(ChannelError, NotInitializedError):
-            self._ask(last, messages.Done)
+            self._ask(last)
         with self._reconnecting:
             self._connection = None
             endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
 
-    def _ask(self, message: Message, answer: type[Answer], timeout_s: float = ANSWER_S) -> Answer:
+    def _ask(self, message: Message, timeout_s: float = ANSWER_S) -> Any:
         connection = self._connection
         if connection is None:
             raise NotInitializedError("this client has no server yet: call KVManager.start()")
         if not connection.is_open:
             self.reconnect()
             connection = self._connection or connection
-        return expect(connection.call(message, timeout_s), answer)
-
-
-_ANSWERS: Final[dict[type[Message], type[Message]]] = {
-    messages.Match: messages.Matched,
-    messages.Launch: messages.Started,
-    messages.Wait: messages.Responses,
-    messages.Cancel: messages.Done,
-    messages.Reset: messages.Done,
-}
+        return connection.call(message, timeout_s)
 
 
 def _refuse_all(request: Request) -> None:
