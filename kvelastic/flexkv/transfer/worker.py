@@ -82,16 +82,12 @@ class GPUCPUTransferWorker:
         with self._lock:
             return len(self._ranks.get(dp_client_id, {})) == self._tp_size
 
-    def block_count(self, dp_client_id: int) -> int:
-        """Return the number of blocks that all ranks have.
+    def check(self, dp_client_id: int, ids: npt.NDArray[np.int64], what: str) -> None:
+        """Raise `InvalidArgumentError` if `what` names a block that not all ranks have.
 
         `NotInitializedError` if a rank is missing.
         """
-        return min(blocks.blocks for _, blocks in self._of(dp_client_id))
-
-    def check(self, dp_client_id: int, ids: npt.NDArray[np.int64], what: str) -> None:
-        """Raise `InvalidArgumentError` if `what` names a block that not all ranks have."""
-        count = self.block_count(dp_client_id)
+        count = min(blocks.blocks for _, blocks in self._of(dp_client_id))
         wrong = ids[(ids < 0) | (ids >= count)]
         if len(wrong):
             raise InvalidArgumentError(

@@ -106,29 +106,19 @@ class WorkerConnector:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the layers' tensors, in the order of the layers. Does not block."""
-        views = [self._by_block(tensor) for tensor in kv_caches.values()]
-        self._client.register_to_server(
-            [view for view, _ in views], block_axis=views[0][1] if views else 0
-        )
+        blocks = [self._by_block(tensor) for tensor in kv_caches.values()]
+        self._client.register_to_server(blocks, block_axis=0)
 
-    def _by_block(self, tensor: Any) -> tuple[Any, int]:
-        """Return a layer's cache with an axis that counts the engine's blocks, and that axis."""
-        if tensor.ndim == 4:  # [blocks, heads, tokens, elements of K and V], since vLLM 0.30
-            kernel_tokens = tensor.shape[2]
-            if self._block_size % kernel_tokens or tensor.shape[0] % (
-                self._block_size // kernel_tokens
-            ):
-                raise UnsupportedError(
-                    f"a KV cache of the shape {tuple(tensor.shape)} has no blocks of"
-                    f" {self._block_size} tokens"
-                )
-            return tensor.unflatten(0, (-1, self._block_size // kernel_tokens)), 0
-        # [blocks, tokens, elements] is one row for K and V
-        if tensor.ndim == 3 or (tensor.ndim == 5 and tensor.shape[1] == 2):
-            return tensor, 0
-        if tensor.ndim == 5 and tensor.shape[0] == 2:
-            return tensor, 1
-        raise UnsupportedError(f"a KV cache of the shape {tuple(tensor.shape)} is not known here")
+    def _by_block(self, tensor: Any) -> Any:
+        """View a layer's cache, [kernel blocks, heads, tokens, content], by the engine's blocks."""
+        shape = tuple(tensor.shape)
+        is_known = len(shape) == 4 and self._block_size % shape[2] == 0
+        kernel_blocks = self._block_size // shape[2] if is_known else 0
+        if not kernel_blocks or shape[0] % kernel_blocks:
+            raise UnsupportedError(
+                f"a KV cache of the shape {shape} has no blocks of {self._block_size} tokens"
+            )
+        return tensor.unflatten(0, (-1, kernel_blocks))
 
     def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
         """Take the failed blocks that the scheduler sends with a step, for the step's output."""
