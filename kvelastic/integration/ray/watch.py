@@ -26,12 +26,6 @@ class _Followed:
     replica: str | None = None
 
 
-@dataclass
-class _Watched:
-    silent_s: float = 0.0
-    is_silent: bool = False
-
-
 class Watch:
     """The replicas of one model and the requests that they serve."""
 
@@ -40,7 +34,8 @@ class Watch:
         self._period_s = period_s
         self._silence_s = silence_s
         self._lock = threading.Lock()
-        self._watched: dict[str, _Watched] = {}
+        self._silent_s: dict[str, float] = {}
+        """By replica, the seconds without a response."""
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._followed: dict[int, _Followed] = {}
 
@@ -54,14 +49,13 @@ class Watch:
         """
         step_s = min(elapsed_s, self._period_s * _MOST_PERIODS)
         with self._lock:
-            before, self._watched = self._watched, {}
-            fell_silent = set()
-            for name in replicas:
-                one = self._watched[name] = before.get(name) or _Watched()
-                one.silent_s += step_s
-                if not one.is_silent and one.silent_s > self._silence_s:
-                    one.is_silent = True
-                    fell_silent.add(name)
+            before = self._silent_s
+            self._silent_s = {name: before.get(name, 0.0) + step_s for name in replicas}
+            fell_silent = {
+                name
+                for name, silent_s in self._silent_s.items()
+                if before.get(name, 0.0) <= self._silence_s < silent_s
+            }
             lost = [
                 each
                 for each in self._followed.values()
@@ -74,9 +68,7 @@ class Watch:
     def responded(self, replica: str) -> None:
         """Record that the replica has responded."""
         with self._lock:
-            one = self._watched.setdefault(replica, _Watched())
-            one.silent_s = 0.0
-            one.is_silent = False
+            self._silent_s[replica] = 0.0
 
     def accepted(self, number: int, replica: str) -> None:
         """Record which replica serves a followed request."""
@@ -116,7 +108,9 @@ class Watch:
     def silent(self) -> frozenset[str]:
         """Return the replicas that do not respond."""
         with self._lock:
-            return frozenset(name for name, one in self._watched.items() if one.is_silent)
+            return frozenset(
+                name for name, silent_s in self._silent_s.items() if silent_s > self._silence_s
+            )
 
     def reports(self) -> dict[str, Mapping[str, Any]]:
         """Return the last report of each replica that Ray lists; empty before its first one."""
