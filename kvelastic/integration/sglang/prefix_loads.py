@@ -31,6 +31,7 @@ from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.load import Load, Loads
 
 if TYPE_CHECKING:
+    from kvelastic.config import Config
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
     from kvelastic.tiers.manager import Tiers
@@ -59,22 +60,13 @@ class _Waiting(NamedTuple):
 class PrefixLoads:
     """The loads of one scheduler."""
 
-    def __init__(
-        self,
-        cache: ElasticRadixCache,
-        tiers: Tiers,
-        *,
-        compares: bool,
-        sleep_wait_s: float,
-        exit_wait_s: float,
-    ) -> None:
+    def __init__(self, cache: ElasticRadixCache, tiers: Tiers, settings: Config) -> None:
         """Also gives the cache's blocks keys."""
         self._cache = cache
         self._tiers = tiers
         self._namespace = tiers.namespace
-        self._sleep_wait_s = sleep_wait_s
-        self._exit_wait_s = exit_wait_s
-        self._loads = Loads(tiers, compares=compares)
+        self._settings = settings
+        self._loads = Loads(tiers, compares=settings.tier_compare)
         self._waiting: dict[Load, _Waiting] = {}
         self._loading: set[str] = set()
         """Requests whose prefixes are loaded."""
@@ -287,7 +279,7 @@ class PrefixLoads:
 
         Blocks up to `KVELASTIC_TIER_SLEEP_SECONDS`.
         """
-        self._demote_all(self._tiers.clean_all, self._sleep_wait_s)
+        self._demote_all(self._tiers.clean_all, self._settings.tier_sleep_s)
         self._keeps_copies = True
         try:
             yield
@@ -314,7 +306,7 @@ class PrefixLoads:
 
         Waits for farther tiers too: the next start may find nothing else.
         """
-        self._demote_all(self._tiers.clean_before_exit, self._exit_wait_s)
+        self._demote_all(self._tiers.clean_before_exit, self._settings.tier_exit_s)
         self._tiers.close()
 
     def _demote_all(self, clean: Callable[[float], int], timeout_s: float) -> None:

@@ -38,15 +38,7 @@ def open_for(
         scheduler.server_args, scheduler.model_config, layout, has_files=weights is not None
     )
     tiers = open_tiers(elastic.pool, settings, namespace, weights=weights)
-    if tiers is None:
-        return None
-    return PrefixLoads(
-        scheduler.tree_cache,
-        tiers,
-        compares=settings.tier_compare,
-        sleep_wait_s=settings.tier_sleep_s,
-        exit_wait_s=settings.tier_exit_s,
-    )
+    return None if tiers is None else PrefixLoads(scheduler.tree_cache, tiers, settings)
 
 
 def namespace_of(arguments: Any, model: Any, layout: str, *, has_files: bool) -> Namespace:

@@ -35,6 +35,7 @@ from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.load import Load, Loads
 
 if TYPE_CHECKING:
+    from kvelastic.config import Config
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
     from kvelastic.tiers.manager import Tiers
     from kvelastic.tiers.stores.peer.engine import Peers
@@ -67,26 +68,14 @@ class NamedBlock(NamedTuple):
 class EngineTiers:
     """The tiers of one engine core, and the state of its requests' loads."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        sleep_wait_s: float,
-        exit_wait_s: float,
-        compares: bool,
-        peers: Peers | None = None,
-    ) -> None:
-        """`sleep_wait_s` and `exit_wait_s` bound how long a sleep and the engine's exit wait for
-        cached blocks to be demoted. `compares`: skip tiers where computing is faster. `peers`: what
-        is exchanged with other engines.
-        """
+    def __init__(self, tiers: Tiers, settings: Config, peers: Peers | None = None) -> None:
+        """`peers`: what is exchanged with other engines."""
         self._tiers = tiers
         self._peers = peers
-        self._sleep_wait_s = sleep_wait_s
-        self._exit_wait_s = exit_wait_s
+        self._settings = settings
         self._namespace = tiers.namespace
         self.lookups = Lookups(tiers, self.key_of)
-        self.loads = Loads(tiers, compares=compares)
+        self.loads = Loads(tiers, compares=settings.tier_compare)
         self._pool: ElasticBlockPool | None = None
         self._behind: deque[tuple[int, Load]] = deque()
         """Loads that start when a step has ended, with the number of the step."""
@@ -117,7 +106,7 @@ class EngineTiers:
 
         Waits for farther tiers too: the next start may find nothing else.
         """
-        _warn_of_lost(self._tiers.clean_before_exit(self._exit_wait_s), "engine")
+        _warn_of_lost(self._tiers.clean_before_exit(self._settings.tier_exit_s), "engine")
 
     def close(self) -> None:
         """Close the tiers after running copies complete."""
@@ -327,7 +316,7 @@ class EngineTiers:
             if preempts and self._resets_for_sleep:
                 _preempt_all(scheduler)
         if self._resets_for_sleep:
-            _warn_of_lost(self._tiers.clean_all(self._sleep_wait_s), "sleep")
+            _warn_of_lost(self._tiers.clean_all(self._settings.tier_sleep_s), "sleep")
 
     def after_reset(self) -> None:
         """Call after a reset, successful or not."""

@@ -225,7 +225,7 @@ class Instance:
         # Imported only with tiers.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
-        opened = tier_opening.open_for(
+        self.tiers = tier_opening.open_for(
             settings,
             self._pool,
             vllm_config,
@@ -234,18 +234,10 @@ class Instance:
             tensors,
             self._layout.block_bytes,
         )
-        if opened is None:
+        if self.tiers is None:
             return
-        tiers, peers = opened
         self._at_exit.cancel()
-        self._at_exit = Finalize(self, _close_all, (tiers, self._pool), exitpriority=10)
-        self.tiers = in_tiers.EngineTiers(
-            tiers,
-            sleep_wait_s=settings.tier_sleep_s,
-            exit_wait_s=settings.tier_exit_s,
-            compares=settings.tier_compare,
-            peers=peers,
-        )
+        self._at_exit = Finalize(self, _close_all, (self.tiers, self._pool), exitpriority=10)
         in_tiers.set_of_this_engine(self.tiers)
 
     def report_engine_asleep(self, asleep: bool) -> None:

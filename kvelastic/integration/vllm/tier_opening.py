@@ -9,10 +9,10 @@ from typing import Any
 from kvelastic.config import Config
 from kvelastic.errors import UnsupportedError
 from kvelastic.integration.hooks.versions import installed_version
+from kvelastic.integration.vllm.in_tiers import EngineTiers
 from kvelastic.integration.vllm.record_split import LayerTensor, split_of
 from kvelastic.integration.vllm.tier_namespace import namespace_of
 from kvelastic.pool.pool import ElasticPool
-from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.opening import open_tiers, staging_slots
 from kvelastic.tiers.stores.peer.engine import Peers
 from kvelastic.tiers.stores.peer.split import Split
@@ -29,7 +29,7 @@ def open_for(
     weights: WeightFiles | None,
     tensors: Sequence[Sequence[LayerTensor]],
     block_bytes: int,
-) -> tuple[Tiers, Peers | None] | None:
+) -> EngineTiers | None:
     """Open the configured tiers for the blocks of a pool; return None if none is useful.
 
     With `KVELASTIC_ROLE`, other engines' blocks are one of them. `weights` are the files as they
@@ -47,7 +47,7 @@ def open_for(
     )
     if settings.role is None:
         only = open_tiers(pool, settings, namespace, weights=weights)
-        return None if only is None else (only, None)
+        return None if only is None else EngineTiers(only, settings)
     slots = staging_slots(settings, pool.blocks.record_bytes)
     split: Split | None = None
     try:
@@ -71,4 +71,4 @@ def open_for(
         raise
     assert tiers is not None
     tiers.attach(peers.close)
-    return tiers, peers
+    return EngineTiers(tiers, settings, peers)
