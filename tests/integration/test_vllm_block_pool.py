@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvelastic.errors import KvelasticError, PoolExhaustedError
+from kvelastic.errors import KvelasticError, PoolExhaustedError, UnsupportedEngineError
 
 # vLLM warns when it is imported; that is not what is tested here.
 pytestmark = [
@@ -365,21 +365,6 @@ def test_over_limit_only_staying_pages_are_reused() -> None:
     pool.check_integrity()
 
 
-def test_lowered_limit_releases_readers_of_idle_blocks() -> None:
-    """Nobody would ever take them anew over the limit, and they would keep their pages for ever."""
-    _, memory = make_memory()
-    pool = make_pool(memory)
-    gone: set[int] = set()
-    with pool.session():
-        blocks = pool.get_new_blocks(3 * LAYOUT.blocks_per_page)
-        pool.unpin_blocks(blocks, lambda released: gone.add(released.block_id))
-    assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
-    with pool.session():
-        assert gone == {block.block_id for block in blocks}
-    assert memory.limit_state()["over_bytes"] == 0
-    pool.check_integrity()
-
-
 def test_refused_touch_changes_nothing() -> None:
     _, memory = make_memory()
     pool = make_pool(memory)
@@ -471,21 +456,13 @@ def test_without_prefix_caching_nothing_is_cached() -> None:
         assert memory.stats()["blocks_cached"] == 0
 
 
-def test_reader_is_notified_when_its_idle_block_goes() -> None:
-    _, memory = make_memory()
-    memory.set_limit(LAYOUT.page_bytes)
-    pool = make_pool(memory)
-    gone: list[int] = []
+def test_unpinning_for_a_reader_is_refused() -> None:
+    pool = make_pool(make_memory()[1])
     with pool.session():
-        pool.memory.prepare(2)
-        (block,) = pool.get_new_blocks(1)
-        pool.unpin_blocks([block], lambda released: gone.append(released.block_id))
-        assert not gone
-        others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-        assert not gone  # what was free went first
-        pool.get_new_blocks(1)
-        assert gone == [block.block_id]
-        assert block not in others
+        blocks = pool.get_new_blocks(1)
+        with pytest.raises(UnsupportedEngineError):
+            pool.unpin_blocks(blocks, lambda _: None)
+    assert blocks[0].ref_cnt == 1
 
 
 def test_block_outside_the_pool_is_named() -> None:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kvelastic.errors import IntegrityError, PoolExhaustedError
+from kvelastic.errors import IntegrityError, PoolExhaustedError, UnsupportedEngineError
 from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 if TYPE_CHECKING:
@@ -109,24 +109,12 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """The first request in this step that lacked memory."""
         self.tiers: EngineTiers | None = None
         """The tiers that store demoted blocks, or None: then evicted blocks are dropped."""
-        self._watched: dict[int, tuple[Any, int]] = {}
-        """Blocks passed to `unpin_blocks`, by id, each with the ticket of its pin."""
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
     def session(self) -> AbstractContextManager[None]:
         """Keep the native pool unchanged while vLLM looks up, checks and takes blocks. Can nest."""
-        return self._session_with_readers() if self._watched else self.memory.session()
-
-    @contextmanager
-    def _session_with_readers(self) -> Iterator[None]:
-        with self.memory.session():
-            if self.memory.pool.is_over_limit:
-                # Over the limit these blocks are not reused, and their pages must be released.
-                unused = [id_ for id_, (block, _) in self._watched.items() if block.ref_cnt == 0]
-                self._notify_readers(unused)
-                self.memory.follow()
-            yield
+        return self.memory.session()
 
     def pin(self, block_ids: Iterable[int]) -> int:
         """Keep these blocks' pages mapped and in place until `memory.unpin` is called.
@@ -162,9 +150,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 f"only {self.memory.reachable} are available. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
-        if self._watched:
-            self._notify_readers(ids)
-            self.memory.follow()
         add = self.blocks.add
         taken = []
         for block_id in ids:
@@ -194,11 +179,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Drop one reference to each block. Those given first are evicted first."""
         unused: list[Any] = []
-        others: dict[Any, list[Any]] = {}
         for block in ordered_blocks:
-            if block.pool is not None and block.pool is not self:
-                others.setdefault(block.pool, []).append(block)
-                continue
             if block.is_null:
                 continue
             block.ref_cnt -= 1
@@ -207,20 +188,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._give_back(unused)
         # A preemption while the limit is being lowered, or the bound on cached blocks is reached.
         self.memory.follow()
-        for pool, blocks in others.items():
-            pool.free_blocks(blocks)
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
-        """Drop one reference to each; a reader still reads the contents until `on_reuse`."""
-        unused = []
-        for block in blocks:
-            block.ref_cnt -= 1
-            self._reuse_watchers[block.block_id] = on_reuse
-            if block.block_id not in self._watched:
-                self._watched[block.block_id] = (block, self.memory.pin([block.block_id]))
-            if block.ref_cnt == 0:
-                unused.append(block)
-        self._give_back(unused)
+        """Raise: only HiSparse calls it, which is refused."""
+        raise UnsupportedEngineError(
+            "vLLM unpins blocks that are still read, which kvelastic does not support. Unset"
+            " ENABLE_KVELASTIC to run this without kvelastic."
+        )
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Remove these blocks from the prefix cache; used blocks stay used."""
@@ -248,7 +222,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 return False
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
-            self._notify_readers(list(self._watched))
             for block in self.blocks:
                 block.reset_hash()
             self._release([id_ for id_ in self.blocks.ids() if id_ != 0])
@@ -299,14 +272,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         tiers = self.tiers
         keys = b"".join(map(tiers.key_of, hashes)) if tiers is not None and cached else None
         self.memory.give_back(free, cached, keys)
-
-    def _notify_readers(self, block_ids: Iterable[int]) -> None:
-        """Notify readers of unpinned blocks that the contents are about to be overwritten."""
-        for block_id in block_ids:
-            block, ticket = self._watched.pop(block_id, (None, 0))
-            if block is not None:
-                self._notify_reuse([block])
-                self.memory.unpin(ticket)
 
     def _release(self, block_ids: list[int]) -> None:
         """Release blocks that are cached in the native pool but no longer have a hash."""
