@@ -41,7 +41,7 @@ def large(budget):
                                 input_tokens=1000, swa_host_hit_length=0, chunk_limit=None)
 
 budget = ElasticPrefillBudget(allocator, None)
-print(budget.short, large(budget), budget.short.blocks, large(budget), budget.short.blocks)
+print(budget.short_blocks, large(budget), budget.short_blocks, large(budget), budget.short_blocks)
 
 from kvelastic.integration.sglang import in_scheduler
 said = []

@@ -34,23 +34,14 @@ def when_imported(name: str, action: Action) -> None:
     if module is not None:
         action(module)
         return
-    finder = _finder()
-    finder.actions[name] = action
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.actions[name] = action
 
 
 def armed() -> tuple[str, ...]:
     """Names of modules with a pending or completed action in this process."""
-    finders = [known for known in sys.meta_path if isinstance(known, _Finder)]
-    return tuple(name for finder in finders for name in finder.actions)
-
-
-def _finder() -> _Finder:
-    for known in sys.meta_path:
-        if isinstance(known, _Finder):
-            return known
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    return finder
+    return tuple(_finder.actions)
 
 
 class _Finder(MetaPathFinder):
@@ -76,6 +67,9 @@ class _Finder(MetaPathFinder):
                     spec.loader = _Loader(spec.loader, action)
                 return spec
         return None
+
+
+_finder = _Finder()
 
 
 class _Loader(Loader):

@@ -18,7 +18,7 @@ Imports SGLang, so only its scheduler's process may import this module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -204,20 +204,13 @@ def evict(tree_cache: Any, tokens: int, page_size: int) -> int:
     return int(result.num_tokens_evicted)
 
 
-class ShortPrefill(NamedTuple):
-    """A request that lacked memory."""
-
-    blocks: int
-    """The least number of blocks with which SGLang admits it: for prompt and response."""
-
-
 class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is untyped here
     """Limits a prefill to memory that is certain to be available when it allocates."""
 
     allocator: ElasticPagedAllocator
 
-    short: ShortPrefill | None = None
-    """The first request that lacks memory."""
+    short_blocks: int | None = None
+    """With how many blocks SGLang admits the first request that lacks memory."""
     chunk_waits = False
     """True if a partly computed prompt waits for memory. Then no other request is admitted.
 
@@ -241,10 +234,10 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
         now = extend_input_len if chunk is None else min(extend_input_len, chunk)
         if fits and self._have(self.ceil_paged_tokens(now) + self.page_size):
             return True, chunk
-        if self.short is None and not self.chunk_waits:
+        if self.short_blocks is None and not self.chunk_waits:
             prefix = max(0, input_tokens - extend_input_len)
             # SGLang admits a request only if more than its total is left.
-            self.short = ShortPrefill(int(prefix + total_tokens) // self.page_size + 1)
+            self.short_blocks = int(prefix + total_tokens) // self.page_size + 1
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:

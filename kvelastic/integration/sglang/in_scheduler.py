@@ -201,10 +201,9 @@ def _report_waiting(allocator: ElasticPagedAllocator, scheduler: Any) -> None:
     if not _waits(scheduler):
         allocator.waiting.report(0)
     elif budget is not None:
-        lacks = budget.short is not None or budget.chunk_waits or not budget.has_capacity()
+        lacks = budget.short_blocks is not None or budget.chunk_waits or not budget.has_capacity()
         count = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
-        blocks = 0 if budget.short is None else budget.short.blocks
-        allocator.waiting.report(count if lacks else 0, first_blocks=blocks)
+        allocator.waiting.report(count if lacks else 0, first_blocks=budget.short_blocks or 0)
 
 
 def _waits(scheduler: Any) -> bool:
