@@ -134,7 +134,6 @@ vllm.v1.request:Request.__init__ uses num_prompt_tokens max_tokens
 {_POOL}.get_usage(self)
 {_POOL}._maybe_evict_cached_block(self block)
 {_POOL}.move_block_hashes(self src_block dst_block)
-{_POOL}._notify_reuse(self blocks)
 # It must replace every method that uses fields it does not have.
 {_POOL} uses free_block_queue only in
     __init__ get_new_blocks touch free_blocks unpin_blocks get_num_free_blocks
