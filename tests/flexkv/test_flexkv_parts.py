@@ -202,16 +202,16 @@ def test_radix_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
     place.release()
     match = tree.match_prefix(sequence)
     assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (3, 3)
-    assert tree.match_prefix(sequence, first=2).num_ready_matched_blocks == 1
     with tree.lock(sequence, 2) as hold:
         assert hold.count == 2
         assert tree.evict(9) == 1
     assert tree.match_prefix(sequence).num_ready_matched_blocks == 2
-    assert tree.remove(sequence, first=1) == 1
+    assert tree.remove(SequenceMeta(prompt(2, 1), TOKENS)) == 0
+    assert tree.remove(sequence) == 2
+    assert tree.is_empty()
+    assert store.put(sequence.keys[:16], records(1)) == [True]
     assert tree.reset() == 1
     assert tree.is_empty()
-    with pytest.raises(InvalidArgumentError):
-        tree.match_prefix(sequence, first=6)
 
 
 def test_reservation_is_all_or_nothing(store: HostStore) -> None:

@@ -1,7 +1,7 @@
 """Prefixes of token sequences in one tier.
 
     match = tree.match_prefix(sequence)            # match.num_ready_matched_blocks
-    place = tree.insert(sequence, first=match.num_ready_matched_blocks)
+    place = tree.insert(sequence)
     with tree.lock(sequence, match.num_ready_matched_blocks): ...
 
 The name is FlexKV's. The tier's index is flat: a key identifies all tokens up to the end of its
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, Reservation, Selection, Store
 from kvelastic.tiers.namespace import Namespace
@@ -34,29 +33,28 @@ class RadixTree:
         self.store = store
         self._namespace = namespace
 
-    def match_prefix(self, sequence: SequenceMeta, first: int = 0) -> MatchResult:
-        """Return the longest prefix from block `first` on."""
-        return MatchResult(*self.store.leading(_keys(sequence, first)))
+    def match_prefix(self, sequence: SequenceMeta) -> MatchResult:
+        """Return the longest prefix."""
+        return MatchResult(*self.store.leading(sequence.keys))
 
-    def insert(self, sequence: SequenceMeta, first: int = 0) -> Reservation | None:
-        """Reserve space for the missing blocks from `first` on.
+    def insert(self, sequence: SequenceMeta) -> Reservation | None:
+        """Reserve space for the missing blocks.
 
         They are ready when their records are put. Returns None if not all of them fit.
         """
-        after = sequence.parent(first) if first else NO_KEY
-        return self.store.reserve(_keys(sequence, first), chain_after=after)
+        return self.store.reserve(sequence.keys, chain_after=NO_KEY)
 
-    def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Hold:
-        """Hold the leading ready ones of `count` blocks from `first` on."""
-        return self.store.hold(_keys(sequence, first)[: count * KEY_BYTES])
+    def lock(self, sequence: SequenceMeta, count: int) -> Hold:
+        """Hold the leading ready ones of the first `count` blocks."""
+        return self.store.hold(sequence.keys[: count * KEY_BYTES])
 
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks, the ends of sequences first; return how many."""
         return self.store.evict(count)
 
-    def remove(self, sequence: SequenceMeta, first: int = 0) -> int:
-        """Erase the blocks from `first` on; return how many were present."""
-        return self.store.erase(_keys(sequence, first))
+    def remove(self, sequence: SequenceMeta) -> int:
+        """Erase the blocks; return how many were present."""
+        return self.store.erase(sequence.keys)
 
     def reset(self) -> int:
         """Erase all blocks of this namespace; return how many. Blocks."""
@@ -70,9 +68,3 @@ class RadixTree:
     def is_empty(self) -> bool:
         """Whether the store has no record."""
         return self.total_cached_blocks == 0
-
-
-def _keys(sequence: SequenceMeta, first: int) -> bytes:
-    if not 0 <= first <= sequence.num_blocks:
-        raise InvalidArgumentError(f"block {first} is not one of {sequence.num_blocks}")
-    return sequence.keys[first * KEY_BYTES :] if first else sequence.keys
