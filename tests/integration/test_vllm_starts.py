@@ -16,6 +16,7 @@ from processes import PROGRAMS
 from simulated_machine import SimulatedMachine
 from starting_server import StartingServer
 
+from kvelastic.config import load
 from kvelastic.device import nvml
 from kvelastic.errors import OutOfMemoryError
 from kvelastic.integration.vllm import executor_class, own_memory, scheduler_side
@@ -232,7 +233,8 @@ class Pool:
 def instance_with(reserved: dict[str, int], devices: str) -> scheduler_side.Instance:
     made = object.__new__(scheduler_side.Instance)
     made._pool = Pool()  # type: ignore[assignment]
-    made._measures_reserve = True
+    made._settings = load()
+    assert made._settings.reserve is None
     made._devices = [DeviceFacts(name, 80 * GIB) for name in devices]
     made._reserved_bytes = dict(reserved)
     return made

@@ -52,25 +52,22 @@ class Instance:
 
     def __init__(
         self,
+        settings: config.Config,
         pool: ElasticPool,
         shape: CacheShape,
         layout: PageLayout,
         pages: int,
         num_blocks: int,
-        timeout_s: float,
         devices: Sequence[DeviceFacts],
-        *,
-        measures_reserve: bool,
     ) -> None:
         self.num_blocks = num_blocks
         """The number of blocks that vLLM was configured with, including the null block."""
+        self._settings = settings
         self._pool = pool
         self._shape = shape
         self._layout = layout
         self._pages = pages
-        self._timeout_s = timeout_s
         self._devices = devices
-        self._measures_reserve = measures_reserve
         self._reserved_bytes: dict[str, int] = {}
         self.tiers: EngineTiers | None = None
         """The tiers that store demoted blocks, or None: then evicted blocks are dropped."""
@@ -115,7 +112,7 @@ class Instance:
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
-        ring.wait_for_workers(self._timeout_s)
+        ring.wait_for_workers(_timeout_s(self._settings))
         self._pool.name_workers()
         self.blocks.ensure(1)
 
@@ -126,7 +123,7 @@ class Instance:
         measured here. The instance reserves it, unless `KVELASTIC_RESERVE` sets the amount. Raises
         `GuaranteeError` or `ReserveError` if a device has no room for it.
         """
-        if self._measures_reserve:
+        if self._settings.reserve is None:
             reserve_bytes = self._by_device(held_bytes)
             if not self.is_on_gpu:
                 ring = self._pool.memory
@@ -148,7 +145,7 @@ class Instance:
 
         A measurement made while other engines start may include some of their memory.
         """
-        if not self._measures_reserve:
+        if self._settings.reserve is not None:
             return
         lower_bytes = {
             name: size_bytes
@@ -219,14 +216,13 @@ class Instance:
         Call after the workers have attached and before vLLM creates its scheduler. Blocks while
         stores open, and raises their errors.
         """
-        settings = config.load()
-        if not settings.has_tiers:
+        if not self._settings.has_tiers:
             return
         # Imported only with tiers.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
         self.tiers = tier_opening.open_for(
-            settings,
+            self._settings,
             self._pool,
             vllm_config,
             cache_config,
@@ -281,10 +277,9 @@ def start_instance(
     longest_blocks = _longest_request_blocks(vllm_config, cache_configs[0])
     pages = _pages(rank_devices, layout, num_blocks, longest_blocks)
     _check_ids(layout, pages)
-    timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
     def ring(segment: Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
-        return _vmm.Ring.create(segment.control_block, geometry, timeout_s, ranks)
+        return _vmm.Ring.create(segment.control_block, geometry, _timeout_s(settings), ranks)
 
     pool = open_pool(
         settings,
@@ -312,16 +307,11 @@ def start_instance(
         layout.blocks_per_page,
         100 * layout.padding_fraction,
     )
-    return Instance(
-        pool,
-        shape,
-        layout,
-        pages,
-        num_blocks,
-        timeout_s,
-        devices,
-        measures_reserve=settings.reserve is None,
-    )
+    return Instance(settings, pool, shape, layout, pages, num_blocks, devices)
+
+
+def _timeout_s(settings: config.Config) -> float:
+    return FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
 
 def _block_tokens(cache_config: Any) -> int:
