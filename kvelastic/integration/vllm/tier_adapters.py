@@ -38,8 +38,8 @@ class _Seen(NamedTuple):
 class Adapters:
     """The contents of each adapter that the workers may have loaded, by vLLM's adapter number."""
 
-    def __init__(self, cache: HashCache | None = None) -> None:
-        self._cache = HashCache(default_folder()) if cache is None else cache
+    def __init__(self) -> None:
+        self._cache = HashCache(default_folder())
         self._seen: dict[int, _Seen] = {}
         self._hashed: dict[int, _Seen] = {}
         """Results of hash threads, which the engine core's thread picks up."""
