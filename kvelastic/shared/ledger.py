@@ -45,6 +45,7 @@ from kvelastic.shared.segment_listing import (
     file_names,
     inode_of,
     locked,
+    make_file,
     temporary_name,
 )
 from kvelastic.units import format_size
@@ -157,7 +158,7 @@ def join(
         fd = _open_or_make(path, device, group, capacity_bytes, total_bytes)
         memory: mmap.mmap | None = None
         try:
-            memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = _map(fd, path)
             _vmm.ledger_reap(memory, fd)
             with _alone(fd, path):
                 member = _vmm.LedgerMember.join(
@@ -225,7 +226,7 @@ def decide_page_bytes(
     for _ in range(_JOIN_TRIES):
         fd = _open_or_make(path, device, group, capacity_bytes, total_bytes)
         try:
-            with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+            with _map(fd, path) as memory:
                 decided_bytes = _vmm.ledger_decide_page_bytes(memory, page_bytes)
             if _leads_to(path, fd):
                 return decided_bytes
@@ -248,21 +249,17 @@ def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_v
     held = []
     found = False
     for path in _paths():
-        with suppress(FileNotFoundError, LedgerError):  # ignore ledgers of other users
-            fd = _open(path, READ_FLAGS)
-            try:
-                with _map(fd, path, mmap.PROT_READ) as memory:
-                    raw = _vmm.read_ledger(memory)
-                for entry in raw["members"]:
-                    if entry["uuid"] != uuid or device not in {None, raw["device"]}:
-                        continue
-                    found = True
-                    byte = _vmm.ledger_liveness_byte(entry["slot"], entry["incarnation"], 1 + rank)
-                    lock = hold(path, fd, byte)
-                    if lock is not None:
-                        held.append(lock)
-            finally:
-                os.close(fd)
+        # Ledgers of other users are ignored.
+        with suppress(FileNotFoundError, LedgerError), _opened(path, READ_FLAGS) as (fd, memory):
+            raw = _vmm.read_ledger(memory)
+            for entry in raw["members"]:
+                if entry["uuid"] != uuid or device not in {None, raw["device"]}:
+                    continue
+                found = True
+                byte = _vmm.ledger_liveness_byte(entry["slot"], entry["incarnation"], 1 + rank)
+                lock = hold(path, fd, byte)
+                if lock is not None:
+                    held.append(lock)
     if not found:
         raise LedgerError(
             f"the instance of this worker (rank {rank}) is in no ledger of"
@@ -286,19 +283,15 @@ def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
     """
     path = ledger_path(group, device)
     try:
-        fd = _open(path, WRITE_FLAGS)
-    except FileNotFoundError as error:
-        raise LedgerError(f"no instance is on {device}: there is no {path}") from error
-    try:
-        with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+        with _opened(path, WRITE_FLAGS) as (fd, memory):
             with _locked_file(fd, path):
                 before_bytes = _vmm.ledger_set_capacity(memory, capacity_bytes, fd)
             # A member that left while this held the lock could not remove the file.
             if _remove_if_empty(path, fd, memory) or not _leads_to(path, fd):
                 raise LedgerError(f"the last instance on {device} has just ended")
             return before_bytes
-    finally:
-        os.close(fd)
+    except FileNotFoundError as error:
+        raise LedgerError(f"no instance is on {device}: there is no {path}") from error
 
 
 def list_ledgers() -> list[LedgerInfo]:
@@ -322,8 +315,12 @@ def reap() -> list[Path]:
 
 
 def _reap_quietly(path: Path) -> bool:
-    with suppress(OSError, LedgerError, SegmentBusyError, SegmentFormatError):
-        return _reap_one(path)
+    """Free grants of dead members and remove the file if empty; return True if removed."""
+    with (
+        suppress(OSError, LedgerError, SegmentBusyError, SegmentFormatError),
+        _opened(path, WRITE_FLAGS) as (fd, memory),
+    ):
+        return _remove_if_empty(path, fd, memory)
     return False
 
 
@@ -356,16 +353,8 @@ def _open_or_make(
 
 def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int) -> int:
     temporary = SHM_DIR / temporary_name("ledger")
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    lock: _vmm.LivenessLock | None = None
+    fd, lock = make_file(temporary, _vmm.LEDGER_BYTES)
     try:
-        try:
-            lock = hold(temporary, fd, MAKER_BYTE)
-        except SegmentError:
-            temporary.stat()  # raises FileNotFoundError if it was reaped; see _open_or_make
-            raise
-        os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, _vmm.LEDGER_BYTES)
         with mmap.mmap(fd, _vmm.LEDGER_BYTES) as memory:
             _vmm.ledger_create(
                 memory,
@@ -443,9 +432,21 @@ def _leads_to(path: Path, fd: int) -> bool:
         return False
 
 
-def _map(fd: int, path: Path, protection: int) -> mmap.mmap:
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[tuple[int, mmap.mmap]]:
+    """Open and map a ledger. Raises FileNotFoundError, `LedgerError`."""
+    fd = _open(path, flags)
     try:
-        memory = mmap.mmap(fd, 0, prot=protection)
+        with _map(fd, path, flags) as memory:
+            yield fd, memory
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, path: Path, flags: int = WRITE_FLAGS) -> mmap.mmap:
+    try:
+        writing = mmap.PROT_WRITE if flags == WRITE_FLAGS else 0
+        memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ | writing)
         _vmm.read_ledger(memory)
     except (OSError, ValueError, SegmentFormatError) as error:
         raise LedgerError(
@@ -490,16 +491,6 @@ _MEMBER_FIELDS: Final = tuple(field.name for field in fields(Member))
 
 def _member(entry: dict[str, Any]) -> Member:
     return Member(**{name: entry[name] for name in _MEMBER_FIELDS})
-
-
-def _reap_one(path: Path) -> bool:
-    """Free grants of dead members and remove the file if empty; return True if removed."""
-    fd = _open(path, WRITE_FLAGS)
-    try:
-        with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
-            return _remove_if_empty(path, fd, memory)
-    finally:
-        os.close(fd)
 
 
 def _remove_if_empty(path: Path, fd: int, memory: mmap.mmap) -> bool:

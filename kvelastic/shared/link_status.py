@@ -9,7 +9,6 @@ instance. So its file is named after 16 random bytes, and found by its prefix.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final, Literal
@@ -25,7 +24,7 @@ from kvelastic.errors import (
 )
 from kvelastic.shared import status_file
 from kvelastic.shared.liveness import MAKER_BYTE, Liveness, liveness
-from kvelastic.shared.segment_listing import LINK_STATUS, SHM_DIR
+from kvelastic.shared.segment_listing import LINK_STATUS, SHM_DIR, file_names
 from kvelastic.shared.status_file import Count, Shown, StatusKind, newest, reading
 from kvelastic.units import format_size
 
@@ -226,7 +225,7 @@ def cut(node: NodeStatus, link: LinkStatus, wait_s: float) -> LinkAck | None:
                 name,
                 KIND,
                 LinkRequest("cut", link.number, link.peer_id),
-                owner_uid=_owner_of(name),
+                owner_uid=None,
                 title=KIND.subject,
                 lock_name=name,
                 subject="links of the node",
@@ -239,17 +238,10 @@ def cut(node: NodeStatus, link: LinkStatus, wait_s: float) -> LinkAck | None:
 
 def _looks() -> Iterator[tuple[str, NodeStatus | str]]:
     """Yield the name of every file, and its content or its problem."""
-    try:
-        with os.scandir(SHM_DIR) as entries:
-            names = [entry.name for entry in entries if LINK_STATUS.fullmatch(entry.name)]
-    except OSError as error:
-        if is_out_of_descriptors(error):
-            raise SegmentError(f"cannot list {SHM_DIR}: {error.strerror}") from error
-        return
-    for name in names:
+    for name in filter(LINK_STATUS.fullmatch, file_names()):
         found: NodeStatus | str
         try:
-            with reading(name, KIND, KIND.subject, _owner_of(name)) as fd:
+            with reading(name, KIND, KIND.subject, None) as fd:
                 if fd is None or liveness(fd, MAKER_BYTE) is Liveness.DEAD:
                     continue
                 found = newest(fd, KIND, KIND.subject)
@@ -260,14 +252,6 @@ def _looks() -> Iterator[tuple[str, NodeStatus | str]]:
                 raise
             continue
         yield name, found
-
-
-def _owner_of(name: str) -> int:
-    """Return the owner of the file. Root may read the files of every user."""
-    try:
-        return (SHM_DIR / name).stat(follow_symlinks=False).st_uid
-    except OSError as error:
-        raise SegmentNotFoundError("the node has gone") from error
 
 
 def object_of(node: NodeStatus) -> dict[str, Any]:

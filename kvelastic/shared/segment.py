@@ -52,16 +52,17 @@ from kvelastic.shared.segment_listing import (
     SegmentInfo,
     delete,
     found_name,
-    inode_of,
     inspect,
     is_kvcached,
     list_segments,
     locked,
+    make_file,
     open_file,
     owner_of,
     reap,
     remove_if_reapable,
     temporary_name,
+    unlink_own,
     version_of,
 )
 from kvelastic.units import format_size
@@ -161,7 +162,6 @@ class Segment:
         self.control_block = control_block
         self._memory = memory
         self._fd = fd
-        self._inode = inode_of(os.fstat(fd))
         self._owner_pid = os.getpid() if owned else 0
         self._closed = False
         self._liveness_lock = lock
@@ -221,10 +221,8 @@ class Segment:
         os.close(self._fd)
 
     def _unlink_own(self) -> None:
-        """Remove the name if it still refers to this segment, and not to a newer one."""
         with suppress(OSError), locked(self._fd, self.name, 0.0, fail=False):
-            if inode_of(self.path.stat(follow_symlinks=False)) == self._inode:
-                self.path.unlink()
+            unlink_own(self.path, self._fd)
 
     def __enter__(self) -> Segment:
         return self
@@ -258,26 +256,25 @@ def create(
     copies = [(device, 1)] if devices is None else list(devices)
     reap()
     for _ in range(_CLAIM_TRIES):
-        with suppress(_RemovedError):
+        with suppress(FileNotFoundError):  # another process reaped the unfinished file
             return _create(candidates, engine=engine, model=model, devices=copies)
     raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
-
-
-class _RemovedError(Exception):
-    """Another process reaped the unfinished file before its lock was taken."""
 
 
 def _create(
     candidates: list[str], *, engine: str, model: str, devices: Sequence[tuple[str, int]]
 ) -> Segment:
     owner = ProcessIdentity.of_this_process()
-    temporary = temporary_name("segment")
-    fd = _create_file(temporary)
-    lock: _vmm.LivenessLock | None = None
+    temporary = SHM_DIR / temporary_name("segment")
     try:
-        # Take the lock before the file gets its real name, so that no process sees a live
-        # instance's segment without it.
-        lock = _hold_own(temporary, fd)
+        # The lock is taken before the file gets its real name, so that no process sees a live
+        # instance's segment without it. `SCHEDULER_BYTE` is `MAKER_BYTE`.
+        fd, lock = make_file(temporary, _vmm.SEGMENT_BYTES)
+    except FileNotFoundError:
+        raise
+    except (OSError, SegmentError) as error:
+        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
+    try:
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
             control_block = _vmm.ControlBlock.create(
@@ -310,7 +307,7 @@ def _create(
         raise
     finally:
         with suppress(OSError):
-            (SHM_DIR / temporary).unlink()
+            temporary.unlink()
 
 
 def _automatic_names(engine: str) -> list[str]:
@@ -357,49 +354,16 @@ def _fit(text: str, limit_bytes: int) -> str:
     return "..." + raw[3 - limit_bytes :].decode("utf-8", "ignore")
 
 
-def _create_file(temporary: str) -> int:
-    import posix_ipc  # only instances need it; the command line does not
-
-    try:
-        memory = posix_ipc.SharedMemory(
-            f"/{temporary}", posix_ipc.O_CREX, mode=0o600, size=_vmm.SEGMENT_BYTES
-        )
-    except (posix_ipc.Error, OSError, ValueError) as error:
-        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
-    fd: int = memory.fd
-    try:
-        os.fchmod(fd, 0o600)  # regardless of the umask
-        # Without this, a full /dev/shm would raise SIGBUS at the first access instead of an error
-        # here.
-        os.posix_fallocate(fd, 0, _vmm.SEGMENT_BYTES)
-    except OSError as error:
-        os.close(fd)
-        with suppress(OSError):
-            (SHM_DIR / temporary).unlink()
-        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
-    return fd
-
-
-def _hold_own(temporary: str, fd: int) -> _vmm.LivenessLock | None:
-    path = SHM_DIR / temporary
-    try:
-        return hold(path, fd, SCHEDULER_BYTE)
-    except SegmentError:
-        if not path.exists():
-            raise _RemovedError from None
-        raise
-
-
-def _claim(temporary: str, name: str) -> None:
+def _claim(temporary: Path, name: str) -> None:
     """Link the finished file to its real name, after removing a dead instance's segment there."""
     for _ in range(_CLAIM_TRIES):
         try:
-            os.link(SHM_DIR / temporary, SHM_DIR / name, follow_symlinks=False)
+            os.link(temporary, SHM_DIR / name, follow_symlinks=False)
             return
         except FileExistsError:
             pass
         except FileNotFoundError:
-            raise _RemovedError from None
+            raise  # another process reaped the unfinished file
         except OSError as error:
             raise SegmentError(f"cannot name a segment {name!r}: {error}") from error
         if not _makes_way(name):

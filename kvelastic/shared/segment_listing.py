@@ -36,6 +36,7 @@ from kvelastic.shared.liveness import (
     SCHEDULER_BYTE,
     Liveness,
     ProcessIdentity,
+    hold,
     liveness,
 )
 
@@ -45,10 +46,12 @@ LOCK_WAIT_S: Final = 1.0
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAKE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
-_TEMPORARY: Final = re.compile(r"\.kvelastic_new_(segment|ledger)_[0-9a-f]{12}")
-_TIER_STATUS: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
+_UNHELD: Final = re.compile(
+    r"\.kvelastic_(new_(segment|ledger)_[0-9a-f]{12}|(tiers|links)_[0-9a-f]{32})"
+)
 LINK_STATUS: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
 _NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, ".kvelastic_tiers_", ".kvelastic_links_")
 _COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
@@ -92,8 +95,7 @@ class SegmentInfo:
 def temporary_name(of: Literal["segment", "ledger"]) -> str:
     """Return a name for an unfinished file; `reap` removes the file once its creator is dead.
 
-    The creator holds a lock on `MAKER_BYTE` of the file. If a `reap` runs before the lock is taken,
-    it removes the file and the creator must start again.
+    `make_file` creates it.
     """
     return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
 
@@ -162,6 +164,44 @@ def open_file(name: str, flags: int) -> int:
     return fd
 
 
+def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | None]:
+    """Create a file that only this user can access, and lock its `MAKER_BYTE`.
+
+    Returns its descriptor and the lock (see `liveness.hold`). After an error there is no file.
+    Raises `FileNotFoundError` if `reap` removed the file before it was locked: start again. Raises
+    `OSError` or `SegmentError` if the system refuses.
+    """
+    try:
+        fd = os.open(path, _MAKE_FLAGS, 0o600)
+    except FileNotFoundError as error:
+        raise SegmentError(f"there is no {path.parent}") from error
+    lock: _vmm.LivenessLock | None = None
+    try:
+        os.fchmod(fd, 0o600)  # regardless of the umask
+        # Without this, a full /dev/shm would raise SIGBUS at the first access instead of an error
+        # here.
+        os.posix_fallocate(fd, 0, size_bytes)
+        lock = hold(path, fd, MAKER_BYTE)
+        path.stat()
+    except BaseException as error:
+        is_reaped = not path.exists()
+        unlink_own(path, fd)
+        if lock is not None:
+            lock.release()
+        os.close(fd)
+        if is_reaped and isinstance(error, (OSError, SegmentError)):
+            raise FileNotFoundError(path) from error
+        raise
+    return fd, lock
+
+
+def unlink_own(path: Path, fd: int) -> None:
+    """Remove the name if it still refers to the open file, and not to a newer one."""
+    with suppress(OSError):
+        if inode_of(path.stat(follow_symlinks=False)) == inode_of(os.fstat(fd)):
+            path.unlink()
+
+
 def version_of(fd: int) -> int | None:
     """Return the version of the segment in an open file; None if it is not a segment."""
     version: int | None = _vmm.control_block_version(os.pread(fd, 16, 0))
@@ -174,7 +214,7 @@ def list_segments() -> list[SegmentInfo]:
     Raises `SegmentError` if this process is out of file descriptors, because the list would wrongly
     be empty.
     """
-    found = (_inspect_if_segment(name) for name in _possible_segments())
+    found = (_inspect_if_segment(name) for name in file_names() if _may_be_segment(name))
     return sorted((info for info in found if info is not None), key=lambda info: info.name)
 
 
@@ -187,8 +227,8 @@ def _inspect_if_segment(name: str) -> SegmentInfo | None:
         return None
 
 
-def _possible_segments() -> list[str]:
-    return [name for name in file_names() if not name.startswith(_NO_SEGMENTS)]
+def _may_be_segment(name: str) -> bool:
+    return not name.startswith(_NO_SEGMENTS)
 
 
 def file_names() -> list[str]:
@@ -283,33 +323,27 @@ def reap() -> list[str]:
     removed: list[str] = []
     names: list[str] = []
     with suppress(SegmentError):
-        names = _possible_segments()
-    for name in names:
+        names = file_names()
+    for name in filter(_may_be_segment, names):
         with suppress(SegmentError):
             if _inspect_file(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)
-    _reap_unheld(_TIER_STATUS)
-    _reap_unheld(LINK_STATUS)
-    return sorted(removed) + _reap_unheld(_TEMPORARY)
+    unheld = [name for name in names if _UNHELD.fullmatch(name) and _remove_if_unheld(name)]
+    return sorted(removed) + [name for name in unheld if name.startswith(_TEMPORARY_PREFIX)]
 
 
-def _reap_unheld(kind: re.Pattern[str]) -> list[str]:
-    """Remove files that match `kind` and whose creator is dead; return their names."""
-    removed = []
-    with suppress(OSError), os.scandir(SHM_DIR) as entries:
-        for entry in entries:
-            if not kind.fullmatch(entry.name):
-                continue
-            with suppress(OSError, SegmentError):
-                fd = open_file(entry.name, READ_FLAGS)
-                try:
-                    is_ours = os.fstat(fd).st_uid == os.geteuid()
-                    if is_ours and liveness(fd, MAKER_BYTE) is Liveness.DEAD:
-                        Path(entry.path).unlink()
-                        removed.append(entry.name)
-                finally:
-                    os.close(fd)
-    return removed
+def _remove_if_unheld(name: str) -> bool:
+    """Remove a file of this user whose creator is dead; return whether it was removed."""
+    with suppress(OSError, SegmentError):
+        fd = open_file(name, READ_FLAGS)
+        try:
+            is_ours = os.fstat(fd).st_uid == os.geteuid()
+            if is_ours and liveness(fd, MAKER_BYTE) is Liveness.DEAD:
+                (SHM_DIR / name).unlink()
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def delete(name: str, *, force: bool = False) -> None:
@@ -376,16 +410,8 @@ def _remove(
 def _remove_beside(name: str) -> None:
     """Remove the kvcached segment of a dead instance, unless a live one keeps it."""
     other = kvcached_name(name)
-    if other == name or not is_kvcached(other):
-        return
-    with suppress(OSError, SegmentError):
-        fd = open_file(other, READ_FLAGS)
-        try:
-            is_ours = os.fstat(fd).st_uid == os.geteuid()
-            if is_ours and liveness(fd, MAKER_BYTE) is Liveness.DEAD:
-                (SHM_DIR / other).unlink()
-        finally:
-            os.close(fd)
+    if other != name and is_kvcached(other):
+        _remove_if_unheld(other)
 
 
 def inode_of(state: os.stat_result) -> tuple[int, int]:

@@ -51,15 +51,16 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.shared.liveness import MAKER_BYTE, Liveness, hold, liveness
+from kvelastic.shared.liveness import MAKER_BYTE, Liveness, liveness
 from kvelastic.shared.segment_listing import (
     LOCK_WAIT_S,
     READ_FLAGS,
     SHM_DIR,
     WRITE_FLAGS,
-    inode_of,
     locked,
+    make_file,
     open_file,
+    unlink_own,
 )
 
 RING: Final = 16
@@ -75,7 +76,6 @@ _PAGE_BYTES: Final = 4096
 _REQUEST_BELL, _ANSWER_BELL = 64, 128
 _CELL: Final = struct.Struct("<QI")
 _SUM: Final = struct.Struct("<I")
-_FILE_MODE: Final = 0o600
 _OTHERS: Final = 0o077
 _MAKE_TRIES: Final = 100
 _READ_TRIES: Final = 100
@@ -299,7 +299,7 @@ class StatusFile(Generic[_S, _Q, _A]):
             if self._fd < 0:
                 return
             fd, self._fd = self._fd, -1
-            _unlink_own(self._path, fd)
+            unlink_own(self._path, fd)
             if self._liveness_lock is not None:
                 self._liveness_lock.release()
             os.close(fd)
@@ -309,37 +309,21 @@ class StatusFile(Generic[_S, _Q, _A]):
 
 def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A] | None:
     """Create the file; return None if `reap` removed it before its lock was taken."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, _FILE_MODE)
-    except OSError as error:
-        raise SegmentError(f"cannot make {path}: {error.strerror}") from error
-    lock: _vmm.LivenessLock | None = None
+        fd, lock = make_file(path, kind.file_bytes)
+    except FileNotFoundError:
+        return None
+    except (OSError, SegmentError) as error:
+        raise SegmentError(f"cannot make {path}: {error}") from error
     try:
-        os.fchmod(fd, _FILE_MODE)  # regardless of the umask
-        os.posix_fallocate(fd, 0, kind.file_bytes)
-        lock = hold(path, fd, MAKER_BYTE)
         os.pwrite(fd, kind.header, 0)
-        if not path.exists():
-            raise FileNotFoundError(path)
         return StatusFile(path, fd, kind, _bells_of(fd), lock)
-    except BaseException as error:
-        is_reaped = not path.exists()
-        _unlink_own(path, fd)
+    except BaseException:
+        unlink_own(path, fd)
         if lock is not None:
             lock.release()
         os.close(fd)
-        if isinstance(error, (OSError, SegmentError)):
-            if is_reaped:
-                return None
-            raise SegmentError(f"cannot make {path}: {error}") from error
         raise
-
-
-def _unlink_own(path: Path, fd: int) -> None:
-    with suppress(OSError):
-        if inode_of(path.stat(follow_symlinks=False)) == inode_of(os.fstat(fd)):
-            path.unlink()
 
 
 # ------------------------------------------------------------------------------------- futex words
@@ -377,7 +361,7 @@ def _wait(bells: mmap.mmap, at: int, seen: int | None, timeout_s: float) -> None
 
 @contextmanager
 def reading(
-    name: str, kind: StatusKind[_S, _Q, _A], subject: str, owner_uid: int
+    name: str, kind: StatusKind[_S, _Q, _A], subject: str, owner_uid: int | None
 ) -> Iterator[int | None]:
     """Yield a descriptor for `newest`, or None if there is no file. Raises as `open_status`."""
     fd = open_status(name, kind, READ_FLAGS, subject, owner_uid)
@@ -389,9 +373,11 @@ def reading(
 
 
 def open_status(
-    name: str, kind: StatusKind[_S, _Q, _A], flags: int, subject: str, owner_uid: int
+    name: str, kind: StatusKind[_S, _Q, _A], flags: int, subject: str, owner_uid: int | None
 ) -> int | None:
     """Open a status file that only `owner_uid` can access; None if missing or incomplete.
+
+    If `owner_uid` is None, any user may own it: root reads the files of every user.
 
     `subject` names the file in messages. Raises `SegmentFormatError` if the file has another
     version, or if another user owns it or may access it. Raises `SegmentError` if it cannot be
@@ -403,7 +389,8 @@ def open_status(
         return None
     try:
         state = os.fstat(fd)
-        if state.st_uid != owner_uid or state.st_nlink > 1 or stat.S_IMODE(state.st_mode) & _OTHERS:
+        is_others = owner_uid not in {None, state.st_uid}
+        if is_others or state.st_nlink > 1 or stat.S_IMODE(state.st_mode) & _OTHERS:
             raise SegmentFormatError(f"the {subject} is not a file of its user alone")
         head = os.pread(fd, _HEADER.size, 0)
         if head and not any(head):  # it is still being created
@@ -516,7 +503,7 @@ def post(
     kind: StatusKind[_S, _Q, _A],
     request: _Q,
     *,
-    owner_uid: int,
+    owner_uid: int | None,
     title: str,
     lock_name: str,
     subject: str,

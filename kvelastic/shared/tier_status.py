@@ -167,35 +167,31 @@ def cut_text(text: str, most_bytes: int) -> str:
     return text.encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
 
 
-class BadRequestError(ValueError):
-    """A malformed request; the message explains why."""
-
-
 def check_request(request: TierRequest) -> TierRequest:
-    """Return a well-formed request; used by both sides. Raises `BadRequestError`."""
+    """Return a well-formed request; used by both sides. Raises `InvalidArgumentError`."""
     if request.kind not in REQUEST_KINDS:
-        raise BadRequestError(f"a request of kind {request.kind!r} is not known")
+        raise InvalidArgumentError(f"a request of kind {request.kind!r} is not known")
     if request.kind in {"limit", "trim"}:
         if not 0 <= request.size_bytes < MOST_BYTES:
-            raise BadRequestError(f"{request.size_bytes} bytes are no size")
+            raise InvalidArgumentError(f"{request.size_bytes} bytes are no size")
         if not request.tier:
-            raise BadRequestError("no tier is named")
+            raise InvalidArgumentError("no tier is named")
     if request.kind == "erase":
         if request.model is None and request.older_than_s is None:
-            raise BadRequestError("neither a model nor an age says what to erase")
+            raise InvalidArgumentError("neither a model nor an age says what to erase")
         if request.model is not None:
             try:
                 size = len(request.model.encode("utf-8", "surrogateescape"))
             except UnicodeEncodeError:
-                raise BadRequestError("a model's name must be valid Unicode text") from None
+                raise InvalidArgumentError("a model's name must be valid Unicode text") from None
             if not 0 < size <= MOST_MODEL_BYTES:
-                raise BadRequestError(
+                raise InvalidArgumentError(
                     f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"
                 )
         age_s = request.older_than_s
         # Comparisons with nan are false, so nan is refused as well.
         if age_s is not None and not (math.isfinite(age_s) and LEAST_AGE_S <= age_s <= MOST_AGE_S):
-            raise BadRequestError(
+            raise InvalidArgumentError(
                 f"an age of {age_s:g} s is not accepted; {LEAST_AGE_S:g} to {MOST_AGE_S:g} are"
             )
     return request
@@ -244,7 +240,7 @@ def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAck]:
     """
     try:
         check_request(request)
-    except BadRequestError as error:
+    except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{error}; nothing was asked") from None
 
     def check(shown: TiersStatus) -> None:
@@ -283,12 +279,12 @@ def _sent(request: TierRequest) -> TierRequest:
 
 
 def received(request: TierRequest) -> TierRequest:
-    """Decode and validate the request that `post` sent. Raises `BadRequestError`."""
+    """Decode and validate the request that `post` sent. Raises `InvalidArgumentError`."""
     if request.model is not None:
         try:
             model = request.model.encode("latin-1").decode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            raise BadRequestError("a model's name must be valid Unicode text") from None
+            raise InvalidArgumentError("a model's name must be valid Unicode text") from None
         request = msgspec.structs.replace(request, model=model)
     return check_request(request)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.shared.tier_status import (
     MOST_REASON_BYTES,
-    BadRequestError,
     TierAck,
     TierRequest,
     cut_text,
@@ -49,7 +48,7 @@ def carry_out(revision: int, request: TierRequest, tiers: Tiers) -> TierAck:
     try:
         request = received(request)
         state, counts, reason = _CARRIED_OUT[request.kind](request, tiers)
-    except (BadRequestError, InvalidArgumentError) as error:
+    except InvalidArgumentError as error:
         state, reason = "refused", str(error)
     except IntegrityError as error:
         state, reason = "failed", str(error)

@@ -373,7 +373,7 @@ def test_unfinished_file_reaped_too_early_is_recreated(name, monkeypatch):
                 return lock
         return liveness.hold(path, fd, byte)
 
-    monkeypatch.setattr(segment, "hold", hold_late)
+    monkeypatch.setattr(segment_listing, "hold", hold_late)
     with segment.create(name, engine="test"):
         assert len(reaped) == 2
         assert segment.inspect(name).status == "alive"
