@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
+from kvelastic import _vmm
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_layout import LayerRanges, Part, Run, block_indices, pairs_merged
 from kvelastic.datadist.cache_table import Entry
@@ -30,6 +31,7 @@ from kvelastic.datadist.status import (
 from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError, UnknownBlockError
 from kvelastic.messages import Message
 from kvelastic.transfer import Link, Node, Piece
+from kvelastic.transfer.leases import release
 
 T = TypeVar("T")
 _MOST_FOUND: Final = 256
@@ -247,8 +249,8 @@ class LinkCall:
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """Keep memory in a caller's elastic pool mapped during the copy."""
         if entry.is_registered and entry.remote_accessible:
-            for registered, some in self._node.ranges.find(pieces).items():
-                holds.callback(registered.hold(some).release)
+            held = self._node.ranges.hold(_vmm.pack_pieces(pieces))
+            holds.callback(release, held.values())
 
     def left_s(self) -> float:
         """Return the seconds until the deadline. Raises `ChannelTimeoutError` after it."""

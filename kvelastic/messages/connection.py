@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -37,6 +38,7 @@ from kvelastic.messages.frames import (
 from kvelastic.messages.peers import Peer
 from kvelastic.messages.protocol import Message, Protocol
 
+_log = logging.getLogger("kvelastic.messages")
 MOST_UNANSWERED: Final = 256
 """Maximum requests of one peer without a reply."""
 _READ_BYTES: Final = 1 << 18
@@ -83,6 +85,17 @@ class Request:
         """
         if self._settle():
             self.connection.reply(Kind.ERROR, self._number, error_body(error))
+
+    @contextlib.contextmanager
+    def refusing_errors(self) -> Iterator[None]:
+        """Send an exception of the block as the reply; log it if it is unexpected."""
+        try:
+            yield
+        except KvelasticError as error:
+            self.refuse(error)
+        except Exception as error:
+            _log.exception("a %s was not answered", type(self.message).__name__)
+            self.refuse(error)
 
     def close_descriptors(self) -> None:
         """Close the descriptors that were not taken."""
@@ -346,7 +359,7 @@ class Connection:
 
 
 def receive_into(connected: socket.socket, reader: FrameReader, least_bytes: int = 4096) -> None:
-    """Read from the socket once and feed the reader; blocks if the socket is blocking.
+    """Read from the non-blocking socket once and feed the reader.
 
     Reads what completes the current frame, but at least `least_bytes` if they are there.
 
@@ -364,8 +377,6 @@ def receive_into(connected: socket.socket, reader: FrameReader, least_bytes: int
     except (BlockingIOError, InterruptedError):
         return
     except OSError as error:
-        if isinstance(error, TimeoutError) and error.errno is None:
-            raise  # the socket's own timeout; ETIMEDOUT means a lost host
         raise ChannelClosedError(f"the peer has gone: {error}") from error
     reader.feed(data, descriptors)  # first, so that they are closed with the reader
     if flags & socket.MSG_CTRUNC:

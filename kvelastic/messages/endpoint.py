@@ -3,16 +3,13 @@
 It detects immediately when a peer's process has ended, and within a second when a peer's host is
 lost (`peers.LOST_AFTER_S`).
 
-A connection is unauthenticated (a `_Pending`) until its handshake is complete. Each has five
-seconds for a step of the handshake, and may send a few hundred bytes. The number of such
-connections is bounded. At the bound, a new one replaces the connection that has made no progress
-for longest. Data that arrived in time counts, even if this thread reads it late.
+A connection is a `Newcomer` until its handshake is complete. An incoming one has five seconds for a
+step of the handshake, and may send a few hundred bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import heapq
 import itertools
 import logging
@@ -23,6 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from functools import partial
+from math import inf
 from typing import Final
 
 from kvelastic.address import Address
@@ -36,44 +36,87 @@ from kvelastic.errors import (
     KvelasticError,
     SecretError,
 )
-from kvelastic.messages.channel import open_connection
 from kvelastic.messages.connection import Connection, Request, receive_into
 from kvelastic.messages.forked import drop_in_children
 from kvelastic.messages.frames import FrameReader, FrameWriter, Kind, error_body
 from kvelastic.messages.handshake import Handshake
+from kvelastic.messages.newcomers import Door, Newcomer, Newcomers
 from kvelastic.messages.peers import (
     ALIVE_EVERY_S,
     LOOPBACK,
     Peer,
-    check_peer,
     networks,
-    peer_of,
     prepare,
 )
 from kvelastic.messages.protocol import Protocol
 from kvelastic.messages.secret import SecretFile
-from kvelastic.messages.sockets import ListeningSocket
+from kvelastic.messages.sockets import ListeningSocket, connect_socket
 
 _log = logging.getLogger("kvelastic.messages")
 _HANDSHAKE_S: Final = 5.0
 _MOST_UNAUTHENTICATED: Final = 64
 DEFAULT_MOST_CONNECTIONS: Final = 1024
-_WITHOUT_DESCRIPTORS_S: Final = 0.1
 _REFUSALS_EVERY_S: Final = 10.0
 
 Handler = Callable[[Request], None]
 
 
-class _Pending:
-    """An unauthenticated connection, whose handshake is not complete."""
+class _Guest(Newcomer):
+    """A connection during its handshake, opened by either side."""
 
-    def __init__(self, accepted: socket.socket, deadline_s: float) -> None:
-        self.socket = accepted
-        self.deadline_s = deadline_s
-        self.reader = FrameReader()
-        self.writer = FrameWriter()
-        self.peer = Peer()
-        self.handshake: Handshake | None = None
+    def __init__(self, endpoint: Endpoint, connected: socket.socket, *, is_client: bool) -> None:
+        super().__init__(connected, inf if is_client else _HANDSHAKE_S)
+        self.opened: Final[Future[Connection]] = Future()
+        """The connection of a client, which its caller awaits."""
+        self._endpoint = endpoint
+        self._is_client = is_client
+        self._reader, self._writer = FrameReader(), FrameWriter()
+
+    def begin(self) -> None:
+        prepare(self.socket)
+        self._handshake = self._endpoint.handshake(
+            self.peer, self._reader, self._writer, is_client=self._is_client
+        )
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # A server that refuses the connection has sent the reason, and may have closed it.
+            self._send(self._handshake.begin())
+
+    def receive(self) -> bool:
+        receive_into(self.socket, self._reader)
+        while not self._handshake.is_done and (frame := self._reader.next()) is not None:
+            answer = self._handshake.receive(frame)
+            self.has_progressed()  # at most twice
+            self._send(answer)
+        return self._handshake.is_done
+
+    def _send(self, data: bytes) -> None:
+        # A new socket has room for a few hundred bytes. If not, the peer is not reading.
+        if data and self.socket.send(data) != len(data):
+            raise ChannelClosedError("the peer does not read during the handshake")
+
+    def admit(self) -> None:
+        connection = self._endpoint.adopt(self.socket, self.peer, self._reader, self._writer)
+        try:
+            self.opened.set_result(connection)
+        except InvalidStateError:  # the caller of `connect` has stopped waiting
+            connection.close()
+
+    def refuse(self, error: Exception) -> None:
+        if self._is_client:
+            with contextlib.suppress(InvalidStateError):
+                self.opened.set_exception(error)
+        else:
+            self._endpoint.note_refusal(self.peer, error)
+            reported = error
+            if isinstance(error, SecretError):  # details of our secret file belong in our log only
+                reported = AccessDeniedError(
+                    "it refuses connections for now; the log of the peer says why"
+                )
+            with contextlib.suppress(OSError):
+                self.socket.send(self._writer.write(Kind.ERROR, 0, error_body(reported)))
+        for fd in self._reader.take_descriptors():
+            os.close(fd)
+        self.socket.close()
 
 
 class Endpoint:
@@ -91,16 +134,16 @@ class Endpoint:
         secret: SecretFile | None = None,
         allowed: Sequence[str] = (),
         most_connections: int = DEFAULT_MOST_CONNECTIONS,
-        on_open: Callable[[Connection], None] | None = None,
         on_close: Callable[[Connection], None] | None = None,
+        doors: Sequence[Door] = (),
         name: str = "kvelastic",
     ) -> None:
         """Listen on every address of `listen` (may be empty) and start the thread.
 
         `handle` must not block. It replies immediately, or hands the request to another thread that
         replies later. If it raises, the exception is sent as the reply. `allowed` lists the
-        networks that may connect over TCP besides loopback. `on_open` and `on_close` are called in
-        the thread too; `on_open` before any request of the connection.
+        networks that may connect over TCP besides loopback. `on_close` is called in the thread too.
+        `doors` are further ones that the thread serves, and closes at the end.
 
         Raises `ConfigError` for TCP without a secret, or for an interface other than loopback
         without allowed networks. Raises `ChannelError` if an address is in use. On error,
@@ -115,13 +158,12 @@ class Endpoint:
         self.protocol: Final = protocol
         self._handle = handle
         self._secret = secret
-        self._allowed = networks([*LOOPBACK, *allowed])
         self._most_connections = most_connections
-        self._on_open, self._on_close = on_open, on_close
+        self._on_close = on_close
         self._pid = os.getpid()
         self._listeners: list[ListeningSocket] = []
+        self._doors = list(doors)
         self._connections: set[Connection] = set()
-        self._pending: dict[_Pending, None] = {}
         self._to_do: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
@@ -129,22 +171,27 @@ class Endpoint:
         self._refused = 0
         self._refusals_said_s = float("-inf")
         self._alive_at_s = 0.0
+        peers = networks([*LOOPBACK, *allowed])
         try:
             self._selector = selectors.DefaultSelector()
             self._waker, self._woken = socket.socketpair()
         except OSError as error:
             raise ChannelError(f"no socket can be opened: {error}; raise `ulimit -n`") from error
+        self._newcomers = Newcomers(self._selector, peers, self.run_later)
         try:
             for opened in (self._selector, self._waker, self._woken):
                 drop_in_children(opened)
             for end in (self._waker, self._woken):
                 end.setblocking(False)
             self._selector.register(self._woken, selectors.EVENT_READ)
+            greet = partial(_Guest, self, is_client=False)
             for address in listen:
                 listener = ListeningSocket(address)
                 self._listeners.append(listener)
-                drop_in_children(listener.socket)
-                self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+                self._doors.append(Door(listener, _MOST_UNAUTHENTICATED, greet))
+            for door in self._doors:
+                drop_in_children(door.listener.socket)
+                self._newcomers.listen(door)
             self._thread = threading.Thread(target=self._run, name=f"{name}-messages", daemon=True)
             self._thread.start()
         except BaseException:
@@ -171,27 +218,33 @@ class Endpoint:
     def connect(self, address: Address, timeout_s: float = 5.0) -> Connection:
         """Connect to another endpoint.
 
-        Blocks: the handshake, and then the endpoint's thread, may each take up to `timeout_s`
-        seconds. Raises the errors of `channel.open_connection`, and `InvalidArgumentError` in the
-        endpoint's own thread.
+        Blocks for up to `timeout_s` seconds to connect, and again for the handshake. Raises
+        `ChannelClosedError` if no server listens there, `ChannelTimeoutError`, `AccessDeniedError`
+        (from either side), `MessageVersionError`, `ConfigError` for TCP without a secret, and
+        `InvalidArgumentError` in the endpoint's own thread.
         """
         if threading.current_thread() is self._thread:
             raise InvalidArgumentError("a handler cannot connect; use a separate thread")
-        opened = open_connection(address, self.protocol, self._secret, timeout_s)
-        connection = self._make(opened.socket, opened.peer, opened.reader, opened.writer)
-        adopted = threading.Event()
-
-        def adopt() -> None:
-            self._adopt(connection)
-            adopted.set()
-
-        self.run_soon(adopt)
-        if not adopted.wait(timeout_s):
-            connection.close()
+        if not address.is_unix and self._secret is None:
+            raise ConfigError(f"{address} needs a secret: give the file that the peer has as well")
+        connected = connect_socket(address, timeout_s)
+        drop_in_children(connected)
+        connected.setblocking(False)
+        guest = _Guest(self, connected, is_client=True)
+        self.run_soon(partial(self._newcomers.add, guest))
+        wait([guest.opened], timeout_s)
+        if guest.opened.cancel():
+            late = ChannelTimeoutError(f"{address} has not answered in {timeout_s:g} s")
+            self.run_soon(partial(self._newcomers.refuse, guest, late))
             if self._is_closing:
-                connection.release()
-            raise ChannelTimeoutError(f"the connection to {address} was not taken up in time")
-        return connection
+                connected.close()
+            raise late
+        try:
+            return guest.opened.result()
+        except KvelasticError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            raise ChannelClosedError(f"{address} has gone: {error}") from error
 
     def run_soon(self, do: Callable[[], None]) -> None:
         """Call `do` in the endpoint's thread. `do` must not block. Its exceptions are logged."""
@@ -247,19 +300,18 @@ class Endpoint:
 
     def _patience_s(self) -> float | None:
         now_s = time.monotonic()
-        waits = [pending.deadline_s for pending in itertools.islice(self._pending, 1)]
+        waits = [newcomer.deadline_s for newcomer in self._newcomers.doors]
         if self._timers:
             waits.append(self._timers[0][0])
         if any(connection.peer.uid is None for connection in self._connections):
             waits.append(self._alive_at_s)
-        return max(min(waits) - now_s, 0) if waits else None
+        first_s = min(waits, default=inf)
+        return None if first_s == inf else max(first_s - now_s, 0)
 
     def _look_at_clock(self) -> None:
         now_s = time.monotonic()
-        while self._pending and (late := next(iter(self._pending))).deadline_s <= now_s:
-            self._receive_unauthenticated(late)
-            if late in self._pending and late.deadline_s <= now_s:
-                self._refuse(late, ChannelTimeoutError(f"no handshake in {_HANDSHAKE_S:g} s"))
+        if self._newcomers.doors:
+            self._newcomers.expire(now_s)
         if now_s >= self._alive_at_s:
             self._alive_at_s = now_s + ALIVE_EVERY_S
             for connection in list(self._connections):
@@ -270,10 +322,10 @@ class Endpoint:
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         served = key.data
-        if isinstance(served, ListeningSocket):
-            self._accept(served)
-        elif isinstance(served, _Pending):
-            self._receive_unauthenticated(served)
+        if isinstance(served, Door):
+            self._newcomers.accept(served)
+        elif isinstance(served, Newcomer):
+            self._newcomers.receive(served)
         elif isinstance(served, Connection):
             if events & selectors.EVENT_WRITE:
                 served.write()
@@ -287,88 +339,41 @@ class Endpoint:
 
     def _guarded(self, request: Request) -> None:
         """Call the handler; send its exception as the reply."""
-        try:
+        with request.refusing_errors():
             self._handle(request)
-        except KvelasticError as error:
-            request.refuse(error)
-        except Exception as error:
-            _log.exception("a %s was not answered", type(request.message).__name__)
-            request.refuse(error)
 
-    # --- incoming connections ------------------------------------------------------------------
+    # --- new connections ------------------------------------------------------------------------
 
-    def _accept(self, listener: ListeningSocket) -> None:
-        try:
-            accepted, _ = listener.socket.accept()
-        except OSError as error:
-            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                self._pause(listener)
-            return
-        drop_in_children(accepted)
-        accepted.setblocking(False)
-        pending = _Pending(accepted, time.monotonic() + _HANDSHAKE_S)
-        while len(self._pending) >= _MOST_UNAUTHENTICATED:
-            self._refuse(next(iter(self._pending)), ChannelError("others came after it"))
-        self._pending[pending] = None
-        self._selector.register(accepted, selectors.EVENT_READ, pending)
-        try:
-            prepare(accepted)
-            pending.peer = peer_of(accepted)
-            check_peer(pending.peer, self._allowed)
-            if len(self._connections) >= self._most_connections:
-                raise ChannelError(f"{self._most_connections} connections stand already")
-            secret = self._secret if pending.peer.uid is None else None
-            pending.handshake = Handshake(
-                self.protocol, secret, pending.reader, pending.writer, is_client=False
-            )
-        except (KvelasticError, OSError) as error:
-            self._refuse(pending, error)
+    def handshake(
+        self, peer: Peer, reader: FrameReader, writer: FrameWriter, *, is_client: bool
+    ) -> Handshake:
+        """Begin a handshake. Raises `SecretError`, and `ChannelError` if no more may connect."""
+        if not is_client and len(self._connections) >= self._most_connections:
+            raise ChannelError(f"{self._most_connections} connections stand already")
+        secret = self._secret if peer.uid is None else None
+        return Handshake(self.protocol, secret, reader, writer, is_client=is_client)
 
-    def _pause(self, listener: ListeningSocket) -> None:
-        """Stop accepting for a while because no descriptor is left; avoids a busy loop."""
-        self._selector.unregister(listener.socket)
+    def adopt(
+        self, connected: socket.socket, peer: Peer, reader: FrameReader, writer: FrameWriter
+    ) -> Connection:
+        """Serve a connection after its handshake."""
+        connection = Connection(
+            connected,
+            peer,
+            self.protocol,
+            reader,
+            writer,
+            wake=lambda connection: self.run_soon(lambda: self._settle(connection)),
+            loop_thread=lambda: self._thread.ident,
+        )
+        self._connections.add(connection)
+        self._selector.register(connected, selectors.EVENT_READ, connection)
+        connection.read(self._guarded)  # the reader may already hold data sent with the handshake
+        self._settle(connection)
+        return connection
 
-        def look_again() -> None:
-            self._selector.register(listener.socket, selectors.EVENT_READ, listener)
-
-        self.run_later(_WITHOUT_DESCRIPTORS_S, look_again)
-
-    def _receive_unauthenticated(self, pending: _Pending) -> None:
-        handshake = pending.handshake
-        if pending not in self._pending or handshake is None:
-            return  # it was closed after this event was reported
-        try:
-            receive_into(pending.socket, pending.reader)
-            while not handshake.is_done and (frame := pending.reader.next()) is not None:
-                answer = handshake.receive(frame)
-                # The handshake made progress, at most twice: restart the timeout and move the
-                # connection to the end of the queue.
-                pending.deadline_s = time.monotonic() + _HANDSHAKE_S
-                self._pending[pending] = self._pending.pop(pending)
-                # A new socket has room for a few hundred bytes. If not, the peer is not reading.
-                if answer and pending.socket.send(answer) != len(answer):
-                    raise ChannelClosedError("the peer does not read during the handshake")
-        except (KvelasticError, OSError) as error:
-            self._refuse(pending, error)
-            return
-        if handshake.is_done:
-            del self._pending[pending]
-            self._selector.unregister(pending.socket)
-            self._adopt(self._make(pending.socket, pending.peer, pending.reader, pending.writer))
-
-    def _refuse(self, pending: _Pending, error: Exception) -> None:
-        del self._pending[pending]
-        self._selector.unregister(pending.socket)
-        reported: Exception = error
-        if isinstance(error, SecretError):  # details of our secret file belong in our log only
-            reported = AccessDeniedError(
-                "it refuses connections for now; the log of the peer says why"
-            )
-        with contextlib.suppress(OSError):
-            pending.socket.send(pending.writer.write(Kind.ERROR, 0, error_body(reported)))
-        for fd in pending.reader.take_descriptors():
-            os.close(fd)
-        pending.socket.close()
+    def note_refusal(self, peer: Peer, error: Exception) -> None:
+        """Count a refused connection, and log some."""
         if isinstance(error, ChannelClosedError):
             return  # the peer closed the connection, as a probe does
         self._refused += 1
@@ -379,32 +384,10 @@ class Endpoint:
             _log.log(
                 level,
                 "refused the connection of %s (%d refused so far): %s",
-                pending.peer or "a peer",
+                peer,
                 self._refused,
                 error,
             )
-
-    def _make(
-        self, connected: socket.socket, peer: Peer, reader: FrameReader, writer: FrameWriter
-    ) -> Connection:
-        connected.setblocking(False)
-        return Connection(
-            connected,
-            peer,
-            self.protocol,
-            reader,
-            writer,
-            wake=lambda connection: self.run_soon(lambda: self._settle(connection)),
-            loop_thread=lambda: self._thread.ident,
-        )
-
-    def _adopt(self, connection: Connection) -> None:
-        self._connections.add(connection)
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        if self._on_open is not None:
-            self._on_open(connection)
-        connection.read(self._guarded)  # the reader may already hold data sent with the handshake
-        self._settle(connection)
 
     def _settle(self, connection: Connection) -> None:
         """Update the selector for the connection; remove the connection if it has ended."""
@@ -423,10 +406,9 @@ class Endpoint:
             self._on_close(connection)
 
     def _close_all(self) -> None:
-        for listener in self._listeners:
-            listener.close()
-        for pending in list(self._pending):
-            self._refuse(pending, ChannelClosedError("the endpoint closes"))
+        for door in self._doors:
+            door.listener.close()
+        self._newcomers.refuse_all(ChannelClosedError("the endpoint closes"))
         for connection in list(self._connections):
             connection.close()
             self._safely(self._settle, connection)

@@ -20,9 +20,9 @@ refuses the direct copy, one host uses a stream too. This package does not impor
 depend on tiers.
 """
 
+from kvelastic.transfer.leases import Hold, Registered, register_blocks, register_pool
 from kvelastic.transfer.link import Link
-from kvelastic.transfer.memory_pieces import Piece
 from kvelastic.transfer.node import Node
-from kvelastic.transfer.ranges import Hold, Registered, register_blocks, register_pool
+from kvelastic.transfer.wire import Piece
 
 __all__ = ["Hold", "Link", "Node", "Piece", "Registered", "register_blocks", "register_pool"]

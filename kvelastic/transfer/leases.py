@@ -1,4 +1,10 @@
-"""Leases: memory held for copies by peers, until the peer has finished or the lease expires.
+"""Memory that peers may access: registered ranges, and the leases that hold it for copies.
+
+    registered = register_pool(node, pool)        # an ElasticPool over memory of this process
+
+A peer names addresses, and this node looks them up here. A piece is refused unless it lies
+completely inside one registered range. Blocks of a pool are pinned during a copy, and their pages'
+generations are checked after it.
 
     begin --> in force -- settle --> "whole" or "lost"        the reader is done
                   |
@@ -10,23 +16,186 @@ purpose.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import itertools
 import logging
 import threading
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvelastic.errors import IntegrityError, TransferBusyError
-from kvelastic.transfer.memory_pieces import PackedPieces
-from kvelastic.transfer.ranges import Hold, Ranges, Registered
+from kvelastic import _vmm
+from kvelastic.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    NotRegisteredError,
+    TransferBusyError,
+    UnsupportedError,
+)
+from kvelastic.pool.pool import ElasticPool
+
+if TYPE_CHECKING:
+    from kvelastic.transfer.node import Node
 
 _log = logging.getLogger("kvelastic.transfer")
 MOST_LEASES: Final = 4096
 ALWAYS_A_PEER: Final = 8
 """Leases that every peer may have, even if other peers use up `MOST_LEASES`."""
+
+
+class Hold(Protocol):
+    """Keeps memory in place for one copy."""
+
+    def is_whole(self) -> bool:
+        """Return whether the memory belonged to the same owner since the hold began."""
+
+    def release(self) -> None:
+        """Release the memory. Called once, from any thread."""
+
+
+Holder = Callable[[bytes], Hold]
+"""Starts a hold of packed pieces of the range, or raises to refuse. Must not block for long."""
+
+
+class _NoHold:
+    """The hold of memory that stays in place while it is registered."""
+
+    def is_whole(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class Registered:
+    """A registered range. `Node.unregister` ends the registration."""
+
+    def __init__(self, address: int, size_bytes: int, hold: Holder | None) -> None:
+        self.address: Final = address
+        self.size_bytes: Final = size_bytes
+        self.hold: Final = hold or (lambda _: _NoHold())
+        self._written = threading.Condition()
+        self._writers = 0
+
+    @contextlib.contextmanager
+    def being_written(self) -> Iterator[None]:
+        """Mark the range as being written by a copy while the block runs."""
+        with self._written:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._written:
+                self._writers -= 1
+                self._written.notify_all()
+
+    def wait_until_unwritten(self) -> None:
+        """Block until no copy writes into the range. No new copy may start during the call."""
+        with self._written:
+            self._written.wait_for(lambda: not self._writers)
+
+    @property
+    def end(self) -> int:
+        """The first address after the range."""
+        return self.address + self.size_bytes
+
+
+class Ranges:
+    """The registered ranges of a node, without overlaps. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._starts = array("Q")
+        self._ends = array("Q")
+        self._ranges: list[Registered] = []
+
+    def add(self, address: int, size_bytes: int, hold: Holder | None) -> Registered:
+        """Add a range. Raises `InvalidArgumentError` if it is empty or overlaps another range."""
+        if address <= 0 or size_bytes <= 0 or address + size_bytes > 1 << 63:
+            raise InvalidArgumentError(f"{size_bytes} bytes at {address:#x} are no memory")
+        new = Registered(address, size_bytes, hold)
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address)
+            if (at and self._ranges[at - 1].end > address) or (
+                at < len(self._ranges) and self._ranges[at].address < new.end
+            ):
+                raise InvalidArgumentError(
+                    f"{size_bytes} bytes at {address:#x} are registered already, in part at least"
+                )
+            self._starts.insert(at, address)
+            self._ends.insert(at, new.end)
+            self._ranges.insert(at, new)
+        return new
+
+    def remove(self, registered: Registered) -> bool:
+        """Remove a range. Returns False if it is already removed."""
+        with self._lock:
+            at = bisect.bisect_left(self._starts, registered.address)
+            if at == len(self._ranges) or self._ranges[at] is not registered:
+                return False
+            del self._starts[at]
+            del self._ends[at]
+            del self._ranges[at]
+            return True
+
+    def hold(self, pieces: bytes) -> dict[Registered, Hold]:
+        """Hold packed pieces; return the hold in each range. `release` them.
+
+        Raises `NotRegisteredError` for a piece outside every range, and the errors of the holds;
+        then nothing is held.
+        """
+        with self._lock:
+            found = _vmm.pieces_by_range(pieces, self._starts.tobytes(), self._ends.tobytes())
+            ranges = [(self._ranges[at], some) for at, some in found]
+        holds: dict[Registered, Hold] = {}
+        try:
+            for registered, some in ranges:
+                holds[registered] = registered.hold(some)
+        except BaseException:
+            release(holds.values())
+            raise
+        return holds
+
+    def check_still(self, found: Iterable[Registered]) -> None:
+        """Raise `NotRegisteredError` if a range that `hold` returned has been removed.
+
+        Its addresses may have been registered again for other data.
+        """
+        with self._lock:
+            for registered in found:
+                at = bisect.bisect_left(self._starts, registered.address)
+                if at == len(self._ranges) or self._ranges[at] is not registered:
+                    raise NotRegisteredError(
+                        "the memory of a copy was unregistered before it began"
+                    )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of ranges, and their total bytes."""
+        with self._lock:
+            return len(self._ranges), sum(one.size_bytes for one in self._ranges)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if ranges overlap or are out of order."""
+        with self._lock:
+            assert list(self._starts) == [one.address for one in self._ranges]
+            assert list(self._ends) == [one.end for one in self._ranges]
+            for one, other in zip(self._ranges, self._ranges[1:], strict=False):
+                assert one.end <= other.address
+
+
+def release(holds: Iterable[Hold]) -> None:
+    """Release each hold, even if one raises, so that other copies are not affected."""
+    try:
+        with contextlib.ExitStack() as releases:
+            for hold in holds:
+                releases.callback(hold.release)
+    except Exception:
+        _log.exception("memory that a copy held was not released as it should be")
 
 
 class Lease:
@@ -71,21 +240,20 @@ class Leases:
     def begin(
         self,
         owner: object,
-        pieces: PackedPieces,
+        pieces: bytes,
         lease_s: float,
         claim: Callable[[], Hold | None] = lambda: None,
     ) -> Lease:
-        """Hold the pieces, then the hold that `claim` returns.
+        """Hold the packed pieces, then the hold that `claim` returns.
 
         `claim` is called while the pieces are held, so its finding stays valid until the lease
         ends. Raises `NotRegisteredError`, `TransferBusyError`, and the errors of `claim` and of the
         holds; then nothing is held.
         """
         lease = Lease(next(self._numbers), owner, time.monotonic() + lease_s)
-        lease.pieces = pieces.packed
+        lease.pieces = pieces
+        lease.holds = self._ranges.hold(pieces)
         try:
-            for registered, some in self._ranges.find(pieces).items():
-                lease.holds[registered] = registered.hold(some)
             lease.claimed = claim()
             self._put(lease)
             # If a range was removed in the meantime, `end_in` has not seen this lease. Now `end_in`
@@ -94,7 +262,7 @@ class Leases:
         except BaseException:
             with self._lock:
                 self._remove(lease)
-            _release(lease)
+            release(lease.all_holds())
             raise
         return lease
 
@@ -151,7 +319,7 @@ class Leases:
         try:
             is_whole = all(hold.is_whole() for hold in lease.all_holds())
         finally:
-            _release(lease)
+            release(lease.all_holds())
             self.lost += not is_whole
         return is_whole
 
@@ -189,7 +357,7 @@ class Leases:
             for lease in taken:
                 self._remove(lease)
         for lease in taken:
-            _release(lease)
+            release(lease.all_holds())
         return len(taken)
 
     def check_integrity(self) -> None:
@@ -202,14 +370,24 @@ class Leases:
                 raise IntegrityError("leases are not counted as their peers have them")
 
 
-def _release(lease: Lease) -> None:
-    """Release each hold, even if one raises, so that other leases are not affected."""
-    for hold in lease.all_holds():
-        _release_one(hold)
+# --- elastic pools as ranges ------------------------------------------------------------------
 
 
-def _release_one(hold: Hold) -> None:
-    try:
-        hold.release()
-    except Exception:
-        _log.exception("memory that a lease held was not released as it should be")
+def register_pool(node: Node, pool: ElasticPool) -> Registered:
+    """Allow peers to access the pool's blocks in use. The pool may map and unmap pages as usual.
+
+    A copy of a block that is neither in use nor cached is refused (`UnknownBlockError`). Raises
+    `UnsupportedError` for memory that other processes map, and for GPU memory.
+    """
+    if not isinstance(pool.memory, _vmm.Range) or not pool.is_on_host:
+        raise UnsupportedError("peers reach pools in host memory of this process only")
+    return register_blocks(node, pool.memory, pool.blocks)
+
+
+def register_blocks(node: Node, memory: _vmm.Range, blocks: _vmm.Pool) -> Registered:
+    """Register the blocks of a native pool over host memory; see `register_pool`."""
+
+    def hold(pieces: bytes) -> Hold:
+        return _vmm.HeldBlocks.hold(memory, blocks, pieces)
+
+    return node.register(memory.address, memory.range_bytes, hold=hold)

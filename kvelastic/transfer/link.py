@@ -6,8 +6,10 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -17,18 +19,20 @@ from kvelastic.errors import (
     KvelasticError,
     LeaseLostError,
     MessageError,
+    TransferBusyError,
     TransferError,
 )
 from kvelastic.messages import Connection, Message
-from kvelastic.transfer.memory_pieces import Piece, portions
-from kvelastic.transfer.peer_threads import PeerThreads
 from kvelastic.transfer.wire import (
+    MOST_BYTES,
+    MOST_PIECES,
     Ask,
     Begin,
     Begun,
     Check,
     Done,
     Hello,
+    Piece,
     Push,
     Send,
     Settle,
@@ -41,7 +45,49 @@ if TYPE_CHECKING:
     from kvelastic.transfer.node import Node
 
 MOST_TRIES: Final = 3
+QUESTIONS: Final = 2
+SENDS: Final = 4
+PUSHES: Final = 4
+Counted = Literal[
+    "pulled_bytes", "pushed_bytes", "peer_pulled_bytes", "peer_pushed_bytes", "retries", "failures"
+]
 _M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+
+
+class PeerThreads:
+    """The threads that serve the peer of a link, so that no other peer waits for them.
+
+        questions    pins memory and calls the node's user; never waits for a peer
+        sends        sends bytes over a stream; waits until the peer has read them
+        pushes       reads the peer's memory; waits for a send of the peer, and for its reply
+
+    A send never waits for a push, so copies in both directions make progress. A node whose push
+    threads are all busy still sends what its peers requested. Threads start on demand.
+    """
+
+    def __init__(self) -> None:
+        self.questions: Final = ThreadPoolExecutor(QUESTIONS, "kvelastic-questions")
+        self.sends: Final = ThreadPoolExecutor(SENDS, "kvelastic-sends")
+        self.pushes: Final = ThreadPoolExecutor(PUSHES, "kvelastic-pushes")
+
+    def end(self, *, wait: bool = False) -> None:
+        """Start no further work. With `wait`, block until running work has finished. Idempotent."""
+        for threads in (self.questions, self.sends, self.pushes):
+            threads.shutdown(wait=wait, cancel_futures=True)
+
+
+def submit(to: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
+    """Schedule work in a link's threads; cancelled if the link ends before it starts.
+
+    Never blocks. Raises `TransferBusyError` if the link has ended or no thread can be started.
+    """
+    try:
+        return to.submit(work)
+    except RuntimeError as error:
+        raise TransferBusyError(
+            f"the peer cannot be served: {error}; if threads are short, raise `ulimit -u`"
+        ) from error
 
 
 class Link:
@@ -64,12 +110,8 @@ class Link:
         self.threads: Final = PeerThreads()
         """Threads that serve the peer; used by `Node`."""
         self._lock = threading.Lock()
-        self.pulled_bytes = 0
-        self.pushed_bytes = 0
-        self.peer_pulled_bytes = 0
-        self.peer_pushed_bytes = 0
-        self.retries = 0
-        self.failures = 0
+        self.counts: Final[Counter[Counted]] = Counter()
+        """Statistics; `shared.link_status.LinkStatus` describes them."""
         self.since_s: Final = time.time()
         self.end_reason = ""
         """Why the link ended: unlinked, cut, crossed, or a code of kvelastic/errors.py. "" while
@@ -116,7 +158,7 @@ class Link:
         the targets is then undefined.
         """
         for size_bytes in self._copied(self._pull_once, sources, targets, timeout_s, claim):
-            self.count(pulled=size_bytes)
+            self.count("pulled_bytes", size_bytes)
 
     def push(
         self,
@@ -132,7 +174,7 @@ class Link:
         Raises the same errors as `pull`.
         """
         for size_bytes in self._copied(self._push_once, sources, targets, timeout_s, claim):
-            self.count(pushed=size_bytes)
+            self.count("pushed_bytes", size_bytes)
 
     def unlink(self, timeout_s: float, *, force: bool = False) -> None:
         """End the link. Blocks while the peer confirms.
@@ -154,20 +196,25 @@ class Link:
         timeout_s: float,
         claim: bytes,
     ) -> Iterator[int]:
-        """Call `once` for each portion, again if its lease was lost; yield the bytes of each."""
+        """Call `once` for each portion, again if its lease was lost; yield the bytes of each.
+
+        Raises `InvalidArgumentError` for invalid pieces, and if the sides differ in total size.
+        """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for source, target, size_bytes in portions(sources, targets):
+            for source, target, size_bytes in _vmm.portions_of_pieces(
+                _vmm.pack_pieces(sources), _vmm.pack_pieces(targets), MOST_PIECES, MOST_BYTES
+            ):
                 for _ in range(MOST_TRIES - 1):
                     with contextlib.suppress(LeaseLostError):
                         once(source, target, claim, deadline_s)
                         break
-                    self.count(retries=1)
+                    self.count("retries")
                 else:
                     once(source, target, claim, deadline_s)
                 yield size_bytes
         except KvelasticError:
-            self.count(failures=1)
+            self.count("failures")
             raise
 
     # --- one attempt ---------------------------------------------------------------------------
@@ -223,24 +270,10 @@ class Link:
         send = Send(lease, token, _left_ms(deadline_s))
         self._call(send, Done, _left_s(deadline_s), descriptors)
 
-    def count(
-        self,
-        *,
-        pulled: int = 0,
-        pushed: int = 0,
-        peer_pulled: int = 0,
-        peer_pushed: int = 0,
-        retries: int = 0,
-        failures: int = 0,
-    ) -> None:
+    def count(self, what: Counted, by: int = 1) -> None:
         """Add to the statistics."""
         with self._lock:
-            self.pulled_bytes += pulled
-            self.pushed_bytes += pushed
-            self.peer_pulled_bytes += peer_pulled
-            self.peer_pushed_bytes += peer_pushed
-            self.retries += retries
-            self.failures += failures
+            self.counts[what] += by
 
     def _call(
         self,

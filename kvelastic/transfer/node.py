@@ -9,13 +9,15 @@ import os
 import secrets
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakSet
 
+from kvelastic import _vmm
 from kvelastic.errors import (
     ChannelClosedError,
     ConfigError,
@@ -29,15 +31,20 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.messages import Address, Connection, Endpoint, Message, Request, SecretFile
-from kvelastic.messages.peers import LOOPBACK, networks
-from kvelastic.transfer.leases import Lease, Leases
-from kvelastic.transfer.link import Link
-from kvelastic.transfer.memory_pieces import MOST_BYTES, PackedPieces, Piece
-from kvelastic.transfer.peer_threads import PeerThreads, Queue
-from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
+from kvelastic.transfer.leases import (
+    Hold,
+    Holder,
+    Lease,
+    Leases,
+    Ranges,
+    Registered,
+    release,
+)
+from kvelastic.transfer.link import Link, PeerThreads, submit
 from kvelastic.transfer.status import PUBLISH_S, StatusPublisher
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
+    MOST_BYTES,
     PROTOCOL,
     Ask,
     Begin,
@@ -45,6 +52,7 @@ from kvelastic.transfer.wire import (
     Check,
     Done,
     Hello,
+    Piece,
     Push,
     Send,
     Settle,
@@ -66,20 +74,13 @@ An exception is sent to the peer as the reply.
 """
 
 
-class HeldMemory(Protocol):
-    """Memory that the node's user holds until a peer has read it."""
+class HeldRequest(NamedTuple):
+    """Memory of a request that the node's user holds until a peer has read it."""
 
-    @property
-    def request(self) -> str:
-        """The request to which it belongs."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the hold ends by itself."""
+    request: str
+    size_bytes: int
+    left_s: float
+    """Seconds until the hold ends by itself."""
 
 
 class Holds(Protocol):
@@ -89,7 +90,7 @@ class Holds(Protocol):
     def expired(self) -> int:
         """Number of holds that ended by themselves."""
 
-    def held(self) -> Sequence[HeldMemory]:
+    def held(self) -> Sequence[HeldRequest]:
         """Return the holds, the one that ends first in front."""
 
 
@@ -158,7 +159,7 @@ class Node:
         # Includes ended links while one of their threads runs.
         self._threads: WeakSet[PeerThreads] = WeakSet()
         host = next((address.host for address in listen if not address.is_unix), None)
-        self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]), data_ports)
+        self.streams: Final = Streams(host, data_ports)
         try:
             self._endpoint = Endpoint(
                 PROTOCOL,
@@ -168,10 +169,12 @@ class Node:
                 allowed=allowed,
                 most_connections=most_links + 64,
                 on_close=self._closed,
+                doors=self.streams.doors,
                 name="kvelastic-transfer",
             )
         except BaseException:
-            self.streams.close()
+            for door in self.streams.doors:
+                door.listener.close()
             raise
         self._status = StatusPublisher(self)
         self._endpoint.run_later(PUBLISH_S, self._refresh_status)
@@ -228,10 +231,6 @@ class Node:
         link.connection.end(ChannelClosedError("an operator has cut the link"))
         self.forget(link)
         return True
-
-    def link_to(self, node_id: int) -> Link | None:
-        """Return the link to this node, or None."""
-        return self._links.get(node_id)
 
     def link(self, address: Address, timeout_s: float) -> Link:
         """Open a link to the node that listens at `address`.
@@ -429,30 +428,30 @@ class Node:
         return True
 
     def _handle_early(self, request: Request) -> None:
-        try:
+        with request.refusing_errors():
             self._handle(request)
-        except KvelasticError as error:
-            request.refuse(error)
 
     def _answered(self, link: Link, ask: Ask) -> Told:
         if self._answer is None:
             raise UnsupportedError(f"node {self.node_id} answers no questions")
         return Told(self._answer(link, ask.body))
 
-    def _claimed(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> Hold | None:
+    def _claimed(self, link: Link, claim: bytes, pieces: bytes) -> Hold | None:
         if not claim:
             return None
         if self._claim is None:
             raise UnsupportedError(f"node {self.node_id} knows no claims")
-        return self._claim(link, claim, pieces)
+        numbers = array("Q", pieces)
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        return self._claim(link, claim, pairs)
 
     def _begin(self, link: Link, begin: Begin) -> Begun:
-        pieces = _held_at_once(begin.pieces)
+        size_bytes = _held_at_once(begin.pieces)
         # The lease must not outlast the reader's timeout.
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
-        claim = partial(self._claimed, link, begin.claim, pieces)
-        lease = self.leases.begin(link.connection, pieces, lease_s, claim)
-        lease.read_bytes = pieces.size_bytes
+        claim = partial(self._claimed, link, begin.claim, begin.pieces)
+        lease = self.leases.begin(link.connection, begin.pieces, lease_s, claim)
+        lease.read_bytes = size_bytes
         if not link.is_open:  # it ended before the lease was in the table
             self.leases.end_of(link.connection)
         self._set_timer()
@@ -462,7 +461,7 @@ class Node:
         checksum = None if lease is None else lease.checksum
         is_whole = self.leases.settle(number, link.connection)
         if is_whole and lease is not None:
-            link.count(peer_pulled=lease.read_bytes)
+            link.count("peer_pulled_bytes", lease.read_bytes)
         return Settled(is_whole, checksum)
 
     def _send(self, request: Request, link: Link, send: Send) -> None:
@@ -485,35 +484,35 @@ class Node:
 
         def abandon_if_cancelled(sent: Future[None]) -> None:
             if sent.cancelled():
-                self.streams.abandon(link, send.token, carrier)
+                self.streams.abandon(send.token, carrier)
 
         try:
-            lease.sent = link.threads.sends.submit(work)
+            lease.sent = submit(link.threads.sends, work)
         except KvelasticError:
-            self.streams.abandon(link, send.token, carrier)
+            self.streams.abandon(send.token, carrier)
             raise
         lease.sent.add_done_callback(abandon_if_cancelled)
         request.answer(Done())
 
     def _pushed(self, link: Link, push: Push, deadline_s: float) -> Done:
-        targets = _held_at_once(push.targets)
-        if PackedPieces(push.sources).size_bytes != targets.size_bytes:
+        size_bytes = _held_at_once(push.targets)
+        if _vmm.bytes_of_pieces(push.sources) != size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
         # The targets are held as long as under a lease, so the same bound applies.
         deadline_s = min(deadline_s, time.monotonic() + self.lease_s)
         with contextlib.ExitStack() as holds:
-            found = self.ranges.find(targets)
-            for registered, some in found.items():
+            held = self.ranges.hold(push.targets)
+            holds.callback(release, held.values())
+            for registered in held:
                 holds.enter_context(registered.being_written())
-                holds.callback(registered.hold(some).release)
             # Refuse a range that was unregistered before it was marked as being written, also if
             # its addresses are registered again.
-            self.ranges.check_still(found)
-            if (claimed := self._claimed(link, push.claim, targets)) is not None:
+            self.ranges.check_still(held)
+            if (claimed := self._claimed(link, push.claim, push.targets)) is not None:
                 holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)
             link.settle(push.lease, checksum, deadline_s)
-            link.count(peer_pushed=targets.size_bytes)
+            link.count("peer_pushed_bytes", size_bytes)
         return Done()
 
     @contextlib.contextmanager
@@ -551,7 +550,6 @@ class Node:
             return
         self._endpoint.close()
         self._status.close()
-        self.streams.close()
         for threads in list(self._threads):
             threads.end(wait=True)
         self.leases.end_all()
@@ -568,26 +566,22 @@ class Node:
         self.close()
 
 
-def _serve(queue: Queue, request: Request, serve: Callable[[], Message]) -> None:
-    """Run `serve` in a thread of the queue; reply with its result or its exception."""
-    queue.submit(partial(_reply, request, serve))
+def _serve(threads: ThreadPoolExecutor, request: Request, serve: Callable[[], Message]) -> None:
+    """Run `serve` in one of the threads; reply with its result or its exception."""
+    submit(threads, partial(_reply, request, serve))
 
 
 def _reply(request: Request, serve: Callable[[], Message]) -> None:
-    try:
+    with request.refusing_errors():
         request.answer(serve())
-    except KvelasticError as error:
-        request.refuse(error)
-    except Exception as error:
-        _log.exception("a %s was not answered", type(request.message).__name__)
-        request.refuse(error)
 
 
-def _held_at_once(packed: bytes) -> PackedPieces:
-    """Decode the pieces of a peer; raise `InvalidArgumentError` if they exceed `MOST_BYTES`."""
-    pieces = PackedPieces(packed)
-    if pieces.size_bytes > MOST_BYTES:
-        raise InvalidArgumentError(
-            f"{pieces.size_bytes} bytes in one copy; {MOST_BYTES} are held at once"
-        )
-    return pieces
+def _held_at_once(pieces: bytes) -> int:
+    """Return the bytes of a peer's pieces.
+
+    Raises `InvalidArgumentError` if they exceed `MOST_BYTES` or are invalid.
+    """
+    size_bytes = _vmm.bytes_of_pieces(pieces)
+    if size_bytes > MOST_BYTES:
+        raise InvalidArgumentError(f"{size_bytes} bytes in one copy; {MOST_BYTES} are held at once")
+    return size_bytes

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -30,7 +30,7 @@ from kvelastic.errors import (
 )
 from kvelastic.messages import Address, Connection
 from kvelastic.messages.forked import drop_in_children
-from kvelastic.messages.peers import Network
+from kvelastic.messages.newcomers import Door
 from kvelastic.messages.sockets import connect_socket
 from kvelastic.transfer.data_port import Arrived, DataPort
 from kvelastic.transfer.leases import Lease
@@ -39,7 +39,6 @@ from kvelastic.transfer.wire import TOKEN_BYTES
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
 
-_T = TypeVar("_T")
 Carrier: TypeAlias = "socket.socket | Arrived | None"
 """How a copy's bytes are sent: a socket that the peer passed, a queue that will receive the
 expected socket, or None if this side connects."""
@@ -48,25 +47,24 @@ expected socket, or None if this side connects."""
 class Streams:
     """A node's data port, if it listens on TCP, and its running streams."""
 
-    def __init__(
-        self,
-        host: str | None,
-        allowed: list[Network],
-        ports: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, host: str | None, ports: tuple[int, int] | None) -> None:
         """Listen on `host`; None opens no data port.
 
         See `Node` for `ports`. Raises `ChannelError`.
         """
         self._lock = threading.Lock()
         self._running: dict[Connection, set[socket.socket]] = {}
-        self._expected: dict[Connection, set[Arrived]] = {}
-        self._port: Final = None if host is None else DataPort(host, ports or (0, 0), allowed)
+        self._port: Final = None if host is None else DataPort(host, ports or (0, 0))
 
     @property
     def port(self) -> int:
         """The data port; 0 if none."""
-        return 0 if self._port is None else self._port.port
+        return sum(door.listener.address.port for door in self.doors)
+
+    @property
+    def doors(self) -> tuple[Door, ...]:
+        """The data port's, which an endpoint is to serve."""
+        return () if self._port is None else (self._port.door,)
 
     def receive(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
         """Request the bytes under a lease and receive them; return their checksum. Blocks."""
@@ -81,7 +79,7 @@ class Streams:
             link.ask_to_send(lease, token, deadline_s)
             return self._take(link, _wait(arrived, deadline_s), ours, deadline_s)
         finally:
-            self.forget(link, token, arrived)
+            self.forget(token, arrived)
 
     def _receive_here(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
         try:
@@ -121,7 +119,7 @@ class Streams:
             try:
                 stream = _wait(carrier, deadline_s)
             finally:
-                self.forget(link, token, carrier)
+                self.forget(token, carrier)
         with self._carrying(link, stream):
             left_s = deadline_s - time.monotonic()
             lease.checksum = _vmm.send_pieces(stream.fileno(), lease.pieces, left_s)
@@ -138,7 +136,10 @@ class Streams:
                 yield
             finally:
                 with self._lock:
-                    _discard(self._running, link.connection, stream)
+                    running = self._running[link.connection]
+                    running.discard(stream)
+                    if not running:
+                        del self._running[link.connection]
 
     def end_of(self, connection: Connection) -> None:
         """Shut down the streams of an ended link and wake threads that wait for one."""
@@ -146,8 +147,8 @@ class Streams:
             for stream in self._running.get(connection, ()):
                 with contextlib.suppress(OSError):
                     stream.shutdown(socket.SHUT_RDWR)
-            for arrived in self._expected.get(connection, ()):
-                arrived.put(None)
+        if self._port is not None:
+            self._port.end_of(connection)
 
     def expect(self, link: Link, token: bytes) -> Arrived:
         """Accept one stream with this token from now on, until the link ends.
@@ -157,31 +158,22 @@ class Streams:
         """
         if self._port is None:
             raise TransferError("this node takes no data streams")
-        arrived = self._port.expect(token)
-        with self._lock:
-            self._expected.setdefault(link.connection, set()).add(arrived)
+        arrived = self._port.expect(link.connection, token)
         if not link.is_open:  # it ended before the token was in the table
             arrived.put(None)
         return arrived
 
-    def forget(self, link: Link, token: bytes, arrived: Arrived) -> None:
+    def forget(self, token: bytes, arrived: Arrived) -> None:
         """Stop accepting a stream with this token. Idempotent."""
-        with self._lock:
-            _discard(self._expected, link.connection, arrived)
         if self._port is not None:
             self._port.forget(token, arrived)
 
-    def abandon(self, link: Link, token: bytes, carrier: Carrier) -> None:
+    def abandon(self, token: bytes, carrier: Carrier) -> None:
         """Close the stream without sending, instead of `send`; its end notifies the peer."""
         if isinstance(carrier, socket.socket):
             carrier.close()
         elif carrier is not None:
-            self.forget(link, token, carrier)
-
-    def close(self) -> None:
-        """Stop accepting streams."""
-        if self._port is not None:
-            self._port.close()
+            self.forget(token, carrier)
 
 
 def passed_stream(descriptors: tuple[int, ...]) -> socket.socket | None:
@@ -230,11 +222,3 @@ def _wait(arrived: Arrived, deadline_s: float) -> socket.socket:
     if stream is None:
         raise ChannelClosedError("the link ended before the peer's data stream came")
     return stream
-
-
-def _discard(table: dict[Connection, set[_T]], connection: Connection, one: _T) -> None:
-    """Remove an entry of a connection if present; remove an empty connection too."""
-    left = table.get(connection, set())
-    left.discard(one)
-    if not left:
-        table.pop(connection, None)

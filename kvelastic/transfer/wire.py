@@ -1,11 +1,22 @@
-"""Messages between nodes."""
+"""Messages between nodes, and the pieces of memory in them.
+
+Pieces are *packed*: pairs of address and size, little-endian. Native code packs and reads them.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Final
 
 from kvelastic.messages import Message, Meta, Protocol
-from kvelastic.transfer.memory_pieces import MOST_PIECES, PIECE_BYTES
+
+Piece = tuple[int, int]
+"""An address and a size in bytes."""
+
+MOST_PIECES: Final = 16384
+"""Maximum pieces per lease; a larger copy uses several leases."""
+MOST_BYTES: Final = 64 << 20
+"""Maximum bytes per lease, so that a copy finishes long before the lease expires."""
+_PIECE_BYTES: Final = 16
 
 MOST_BODY_BYTES: Final = 512 << 10
 TOKEN_BYTES: Final = 32
@@ -14,7 +25,7 @@ MOST_TIMEOUT_MS: Final = 3_600_000
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Body = Annotated[bytes, Meta(max_length=MOST_BODY_BYTES)]
 Claim = Annotated[bytes, Meta(max_length=256)]
-Pieces = Annotated[bytes, Meta(max_length=MOST_PIECES * PIECE_BYTES)]
+Pieces = Annotated[bytes, Meta(max_length=MOST_PIECES * _PIECE_BYTES)]
 Milliseconds = Annotated[int, Meta(ge=0, le=MOST_TIMEOUT_MS)]
 
 

@@ -230,8 +230,8 @@ def hand_over_descriptors(started: Started, fds: list[int], span: DeviceSpan | N
     try:
         for first in range(0, len(fds), 16):
             some = fds[first : first + 16]
-            frame = channel._writer.write(Kind.NOTICE, 0, body, len(some))
-            socket.send_fds(channel._socket, [frame], some)
+            frame = channel.writer.write(Kind.NOTICE, 0, body, len(some))
+            socket.send_fds(channel.socket, [frame], some)
         channel.call(messages.RegisterTPClient(0, 0, False, [(0, tensor)], 2, span), DEADLINE_S)
         return "registered"
     except (KvelasticError, OSError) as error:
@@ -542,11 +542,11 @@ def test_mutated_messages_do_not_stop_the_server(started: Started) -> None:
         if channel is None:
             channel = speaking(started, registered=pick.random() < 0.7)
         body = mutated(pick, messages.PROTOCOL.encode(valid(pick)))
-        frame = channel._writer.write(Kind.NOTICE, 0, body)
+        frame = channel.writer.write(Kind.NOTICE, 0, body)
         if pick.random() < 0.05:
             frame = frame[: pick.randrange(len(frame))] + pick.randbytes(3)
         try:
-            channel._socket.sendall(frame)
+            channel.socket.sendall(frame)
             if pick.random() < 0.2:
                 channel.close()
                 channel = None

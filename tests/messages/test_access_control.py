@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from kvelastic.messages.frames import (
     error_of,
 )
 from kvelastic.messages.handshake import Handshake
+from kvelastic.messages.newcomers import Newcomer
 from kvelastic.messages.sockets import ListeningSocket
 
 LOOPBACK = parse_address("tcp://127.0.0.1:0")
@@ -245,6 +247,10 @@ def test_client_reads_errors_of_another_wire_version(tmp_path: Path) -> None:
         thread.join()
 
 
+def ended(channel: Channel) -> bool:
+    return not channel.connection.is_open
+
+
 def test_tampered_message_closes_the_connection(on_tcp: Endpoint, secret_path: Path) -> None:
     """Somebody on the way who has seen all of it cannot add, change or repeat a message."""
     for tamper in (
@@ -254,35 +260,31 @@ def test_tampered_message_closes_the_connection(on_tcp: Endpoint, secret_path: P
     ):
         channel: Channel = connect(on_tcp.addresses[0], PROTOCOL, secret=SecretFile(secret_path))
         with channel:
-            writer = channel._writer
-            frame = writer.write(Kind.REQUEST, 1, PROTOCOL.encode(Ask("kv")))
-            channel._socket.sendall(tamper(frame))
-            channel._socket.settimeout(DEADLINE_S)
-            received = b""
-            while more := channel._socket.recv(4096):
-                received += more
-            assert b"changed on its way" in received
+            frame = channel.writer.write(Kind.REQUEST, 1, PROTOCOL.encode(Ask("kv")))
+            channel.socket.sendall(tamper(frame))
+            wait_until(partial(ended, channel), "the server accepts it")
+            assert "changed on its way" in str(channel.connection.ended)
 
 
 def expire_all_deadlines(server: Endpoint) -> None:
     """In the endpoint's thread: end the time of all pending connections."""
-    for pending in server._pending:
-        pending.deadline_s = 0
+    for newcomer in server._newcomers.doors:
+        newcomer.deadline_s = 0
 
 
 def test_bytes_sent_before_the_deadline_count(server: Endpoint, secret_path: Path) -> None:
     """If the endpoint's thread is late, a peer that was in time is accepted all the same."""
     address = server.addresses[0]
-    receive = server._receive_unauthenticated
+    receive = server._newcomers.receive
 
-    def receive_late(pending: endpoint_module._Pending) -> None:
+    def receive_late(newcomer: Newcomer) -> None:
         # The thread has seen that bytes are there, and has not read them when their time is over.
-        if pending.deadline_s:
-            pending.deadline_s = 0
+        if newcomer.deadline_s:
+            newcomer.deadline_s = 0
         else:
-            receive(pending)
+            receive(newcomer)
 
-    server._receive_unauthenticated = receive_late  # type: ignore[method-assign]
+    server._newcomers.receive = receive_late  # type: ignore[method-assign]
     secret = SecretFile(secret_path)
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)

@@ -14,7 +14,7 @@ import pytest
 from channel import connect
 from processes import LineProgram
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import (
     ChannelClosedError,
@@ -24,7 +24,7 @@ from kvelastic.errors import (
     LimitError,
     MessageError,
 )
-from kvelastic.messages import Address, Connection, Endpoint, Request, SecretFile, parse_address
+from kvelastic.messages import Address, Endpoint, Request, SecretFile, parse_address
 from kvelastic.messages.connection import MOST_UNANSWERED
 
 Starter = Callable[[str], tuple[LineProgram, Address]]
@@ -197,21 +197,30 @@ def test_stopped_peer_times_out_and_stays_connected(
 
 
 def test_peer_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
-    opened: list[Connection] = []
     address = parse_address(f"unix://{tmp_path}/s")
+    let_go = threading.Event()
     with (
-        Endpoint(PROTOCOL, answer, listen=[address], on_open=opened.append),
+        Endpoint(PROTOCOL, answer, listen=[address]) as server,
         connect(address, PROTOCOL) as channel,
     ):
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
+        (opened,) = server.connections
+
+        def read_nothing() -> None:
+            let_go.wait()
+
+        channel.endpoint.run_soon(read_nothing)
 
         def send_much() -> None:
             for _ in range(1000):
-                opened[0].notify(Answer(0, "x" * 100_000))
+                opened.notify(Answer(0, "x" * 100_000))
 
-        with pytest.raises(ChannelClosedError, match="does not read"):
-            send_much()
-        assert not opened[0].is_open
+        try:
+            with pytest.raises(ChannelClosedError, match="does not read"):
+                send_much()
+        finally:
+            let_go.set()
+        assert not opened.is_open
 
 
 def test_forked_child_keeps_no_connection(tmp_path: Path, start_server: Starter) -> None:
@@ -231,22 +240,15 @@ os.write(1, f"{child}\\n".encode())
 sys.stdin.read()
 """
     gone = threading.Event()
-    come = threading.Event()
     address = parse_address(f"unix://{tmp_path}/s")
-    with Endpoint(
-        PROTOCOL,
-        answer,
-        listen=[address],
-        on_open=lambda _: come.set(),
-        on_close=lambda _: gone.set(),
-    ):
+    with Endpoint(PROTOCOL, answer, listen=[address], on_close=lambda _: gone.set()) as server:
         here = {"PYTHONPATH": str(Path(__file__).parent)}
         with LineProgram("-c", program, str(address), environment=here) as parent:
             lines = {parent.read(), parent.read()}
             assert "forked" in lines
             (child,) = lines - {"forked"}
             try:
-                assert come.wait(DEADLINE_S)
+                wait_until(lambda: bool(server.connections), "the connection has not come")
                 parent.kill()
                 assert gone.wait(DEADLINE_S)
             finally:

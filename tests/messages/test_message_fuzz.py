@@ -14,10 +14,10 @@ from channel import connect
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
 from waiting import DEADLINE_S
 
+from kvelastic._vmm import pack_pieces
 from kvelastic.errors import KvelasticError
 from kvelastic.messages import Endpoint, SecretFile, parse_address
 from kvelastic.messages.frames import HEADER, MAGIC, WIRE_VERSION, FrameReader, Kind
-from kvelastic.transfer.memory_pieces import packed_of
 from kvelastic.transfer.wire import PROTOCOL as TRANSFER
 from kvelastic.transfer.wire import Ask as AskNode
 from kvelastic.transfer.wire import Begin, Hello, Push, Send, Settle
@@ -30,10 +30,8 @@ BODIES = [
     PROTOCOL.encode(Answer(1, "x" * 100)),
     TRANSFER.encode(Hello(1, bytes(16), 5)),
     TRANSFER.encode(AskNode(b"y" * 50)),
-    TRANSFER.encode(Begin(packed_of([(4096, 10)] * 20).packed, b"claim", 1000)),
-    TRANSFER.encode(
-        Push(1, packed_of([(4096, 10)]).packed, packed_of([(8192, 10)]).packed, b"", 1000)
-    ),
+    TRANSFER.encode(Begin(pack_pieces([(4096, 10)] * 20), b"claim", 1000)),
+    TRANSFER.encode(Push(1, pack_pieces([(4096, 10)]), pack_pieces([(8192, 10)]), b"", 1000)),
     TRANSFER.encode(Send(1, bytes(32), 1000)),
     TRANSFER.encode(Settle(1)),
 ]

@@ -146,7 +146,7 @@ class ChaoticNode:
     # --- what it asks others -------------------------------------------------------------------
 
     def link(self, other: int) -> Link:
-        standing = self.node.link_to(other)
+        standing = next((one for one in self.node.links if one.peer_id == other), None)
         if standing is not None:
             return standing
         address: Address = parse_address((self.folder / f"{other}.address").read_text())

@@ -35,7 +35,8 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.messages import parse_address
-from kvelastic.transfer import Hold, Link, Node, Piece, memory_pieces, register_blocks
+from kvelastic.transfer import Hold, Link, Node, Piece, register_blocks
+from kvelastic.transfer import link as links
 
 Nodes = tuple[Node, Node, Link]
 
@@ -81,13 +82,13 @@ def test_pull_and_push_copy_both_ways(nodes: Nodes) -> None:
     ours.buffer.raw = os.urandom(100_000)
     back.pull([ours.piece()], [theirs.piece()], timeout_s=DEADLINE_S)
     assert ours.content == theirs.content
-    assert (link.pulled_bytes, link.pushed_bytes) == (100_000, 100_000)
+    assert (link.counts["pulled_bytes"], link.counts["pushed_bytes"]) == (100_000, 100_000)
 
 
 @pytest.mark.slow
 def test_pieces_of_all_sizes_are_copied(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces need not match; more of them than a lease may have are several leases."""
-    monkeypatch.setattr(memory_pieces, "MOST_PIECES", 100)
+    monkeypatch.setattr(links, "MOST_PIECES", 100)
     owner, _, link = nodes
     rng = random.Random(7)
     theirs, ours = Memory(os.urandom(1 << 20)), Memory(bytes(1 << 20))
@@ -164,7 +165,7 @@ class CountedHold:
         self.answers = answers
         self.begun = self.released = 0
 
-    def __call__(self, pieces: Sequence[Piece]) -> Hold:
+    def __call__(self, pieces: bytes) -> Hold:
         self.begun += 1
         return self
 
@@ -181,7 +182,7 @@ def test_lost_lease_is_retried_and_then_raised(nodes: Nodes) -> None:
     hold = CountedHold([False, False, True])
     owner.register(theirs.address, theirs.size, hold)
     link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
-    assert (hold.begun, hold.released, link.retries) == (3, 3, 2)
+    assert (hold.begun, hold.released, link.counts["retries"]) == (3, 3, 2)
     hold.answers = [False] * 3
     with pytest.raises(LeaseLostError, match="try again"):
         link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
@@ -238,7 +239,7 @@ def test_claims_are_checked_and_questions_answered(tmp_path: Path) -> None:
         seen.append((link.peer_id, claimed))
         if claimed == b"gone":
             raise UnknownBlockError("that was given to somebody else")
-        return hold(pieces)
+        return hold(_vmm.pack_pieces(pieces))
 
     def answer(link: Link, body: bytes) -> bytes:
         if body == b"refuse":

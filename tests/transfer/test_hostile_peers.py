@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from kvelastic.errors import (
     NotRegisteredError,
     TransferError,
 )
-from kvelastic.transfer import Hold, Link, Node, Piece, Registered, streams
+from kvelastic.transfer import Hold, Link, Node, Registered, streams
 from kvelastic.transfer.node import MOST_LINKS
 from kvelastic.transfer.wire import Begin, Begun, Done, Push, Send
 
@@ -94,7 +94,7 @@ def test_request_for_more_than_the_lease_is_rejected(tmp_path: Path) -> None:
     memory = Memory(bytes(size))
     piece = pack([memory.piece()])
     with pair("unix", tmp_path) as (owner, _, link):
-        held: list[Sequence[Piece]] = []
+        held: list[bytes] = []
 
         class Counted:
             def is_whole(self) -> bool:
@@ -103,7 +103,7 @@ def test_request_for_more_than_the_lease_is_rejected(tmp_path: Path) -> None:
             def release(self) -> None:
                 pass
 
-        def hold(pieces: Sequence[Piece]) -> Hold:
+        def hold(pieces: bytes) -> Hold:
             held.append(pieces)
             return Counted()
 
@@ -164,7 +164,7 @@ def test_memory_reregistered_during_a_copy_is_not_used(tmp_path: Path) -> None:
     class Swapped:
         """While memory is held, it goes, and something else takes its address."""
 
-        def __call__(self, pieces: Sequence[Piece]) -> Hold:
+        def __call__(self, pieces: bytes) -> Hold:
             owner.ranges.remove(
                 registered
             )  # as `unregister` begins; it waits for a push after that

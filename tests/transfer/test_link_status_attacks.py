@@ -96,7 +96,7 @@ def test_metrics_use_the_latest_link_per_peer(tmp_path: Path) -> None:
         owner._on_end = lambda _: ended.release()
         for failures in (5, 2):
             link = reader.link(address, timeout_s=DEADLINE_S)
-            owner.links[0].count(failures=failures)
+            owner.links[0].count("failures", failures)
             link.unlink(timeout_s=DEADLINE_S)
             assert ended.acquire(timeout=DEADLINE_S)
         text = render([], [], {}, [owner._status._status(0)])

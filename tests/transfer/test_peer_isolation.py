@@ -16,7 +16,8 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic._vmm import pack_pieces as pack
 from kvelastic.errors import KvelasticError, TransferBusyError
 from kvelastic.messages import Message
-from kvelastic.transfer import Hold, Link, Node, Piece, leases, peer_threads
+from kvelastic.transfer import Hold, Link, Node, Piece, leases
+from kvelastic.transfer.link import PUSHES
 from kvelastic.transfer.wire import Begin, Begun, Done, Push, Send, Settle, Settled
 
 STREAMS = [kind for kind in KINDS if kind != "memory"]
@@ -27,7 +28,7 @@ def test_pushes_in_both_directions_do_not_deadlock(kind: str, tmp_path: Path) ->
     """A node whose push threads are all busy still sends what the peer reads for its own."""
     threads, rounds, size = 16, 2, 64 << 10
     secret = secret_file(tmp_path)
-    busy = threading.Barrier(2 * peer_threads.PUSHES)
+    busy = threading.Barrier(2 * PUSHES)
     all_busy = threading.Event()
 
     class Held:
@@ -143,8 +144,7 @@ def test_slow_question_does_not_block_other_peers(tmp_path: Path) -> None:
     ):
         slow_link = slow.link(address, DEADLINE_S)
         asked = [asking.submit(slow_link.ask, b"x", DEADLINE_S) for _ in range(16)]
-        seen = owner.link_to(2)
-        assert seen is not None
+        (seen,) = (one for one in owner.links if one.peer_id == 2)
         wait_until(lambda: seen.connection._unanswered == 16, "they have not come")
         try:
             assert healthy.link(address, DEADLINE_S).ask(b"y", DEADLINE_S) == b"y"

@@ -19,21 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.errors import NotRegisteredError
 from kvelastic.tiers.base import each_key
+from kvelastic.transfer.node import HeldRequest
 
 TICKET_BYTES: Final = 16
-
-
-class HeldRequest(NamedTuple):
-    """A hold, for operators."""
-
-    request: str
-    size_bytes: int
-    left_s: float
 
 
 @dataclass

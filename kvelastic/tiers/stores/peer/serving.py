@@ -34,7 +34,7 @@ from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.split import Split, moves
 from kvelastic.tiers.stores.peer.wire import PROTOCOL, Read, Reading, Release
 from kvelastic.transfer import Link, Piece
-from kvelastic.transfer.memory_pieces import MOST_PIECES, packed_of
+from kvelastic.transfer.wire import MOST_PIECES
 
 READ_S: Final = 5.0
 """How long a reader may take between the reply and the end of its pull."""
@@ -148,7 +148,7 @@ class Serving:
                 raise NotRegisteredError("the records were not read in time; ask for them again")
             if not reading.pieces.issuperset(pieces):
                 raise NotRegisteredError("a piece is none of the records that were asked for")
-        return _Claimed(self, claim, packed_of(pieces).size_bytes)
+        return _Claimed(self, claim, sum(size for _, size in pieces))
 
     def is_whole(self, claim: bytes) -> bool:
         """Return whether the records are still those that the claim was made for."""

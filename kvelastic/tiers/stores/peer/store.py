@@ -44,7 +44,7 @@ from kvelastic.tiers.stores.peer.split import (
 from kvelastic.tiers.stores.peer.wire import MOST_KEYS, PROTOCOL, Read, Reading, Release
 from kvelastic.tiers.workers import Workers
 from kvelastic.transfer import Link, Node
-from kvelastic.transfer.memory_pieces import MOST_BYTES
+from kvelastic.transfer.wire import MOST_BYTES
 
 _log = logging.getLogger("kvelastic")
 
