@@ -26,13 +26,14 @@ from kvelastic.datadist.descriptors import (
     MemInfo,
 )
 from kvelastic.datadist.enums import DataType, LLMRole, Memtype, Placement, RegisterMemStatus
+from kvelastic.datadist.first_generation import KvCacheManager, Tensor
 from kvelastic.datadist.layers import (
     CacheTask,
     LayerSynchronizer,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from kvelastic.datadist.managers import CacheManager, KvCacheManager, Tensor
+from kvelastic.datadist.managers import CacheManager
 from kvelastic.datadist.options import LLMConfig
 from kvelastic.datadist.status import LLMException, LLMStatusCode, Status
 

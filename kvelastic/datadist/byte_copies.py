@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -42,25 +43,24 @@ def copy_runs(
     Blocks; releases the GIL. Raises `LLMParamError` if memory is not mapped, `LLM_TIMEOUT` after
     the deadline, and `DriverError` if the GPU's driver fails. Earlier runs are copied in that case.
     """
-    moves = [
-        (targets[to.tensor] + to.offset, sources[of.tensor] + of.offset, of.size)
-        for of, to in pairs
-    ]
+    of_pieces = _vmm.pack_pieces([(sources[of.tensor] + of.offset, of.size) for of, _ in pairs])
+    to_pieces = _vmm.pack_pieces([(targets[to.tensor] + to.offset, of.size) for of, to in pairs])
     if gpu is not None:
         gpu.drain()
-    for portion in _portions(moves):
+    for source, target, _ in _vmm.portions_of_pieces(
+        of_pieces, to_pieces, _MOST_RUNS_A_CALL, _MOST_BYTES_A_CALL
+    ):
         if time.monotonic() > deadline_s:
             raise failure(
                 LLMStatusCode.LLM_TIMEOUT,
                 "the copy has taken longer than sync_kv_timeout and is not complete",
             )
         if gpu is not None:
-            _vmm.copy_pieces_on_gpu(gpu, *_packed(portion))  # it knows who owns an address
+            _vmm.copy_pieces_on_gpu(gpu, source, target)  # it knows who owns an address
         elif trusted:
-            for to, of, size in portion:
-                ctypes.memmove(to, of, size)
+            _copy_trusted(source, target)
         else:
-            _copy_by_kernel(portion)
+            _copy_by_kernel(source, target)
 
 
 def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None) -> None:
@@ -79,33 +79,17 @@ def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None)
     )
 
 
-def _portions(moves: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Split moves into the portions that are copied between two checks of the deadline."""
-    portion: list[tuple[int, int, int]] = []
-    left = _MOST_BYTES_A_CALL
-    for to, of, size in moves:
-        done = 0
-        while done < size:
-            step = min(size - done, left)
-            portion.append((to + done, of + done, step))
-            done += step
-            left -= step
-            if not left or len(portion) == _MOST_RUNS_A_CALL:
-                yield portion
-                portion, left = [], _MOST_BYTES_A_CALL
-    if portion:
-        yield portion
+def _copy_trusted(sources: bytes, targets: bytes) -> None:
+    """Copy packed pieces to others of the same sizes."""
+    of, to = array("Q", sources), array("Q", targets)
+    for source, target, size in zip(of[::2], to[::2], of[1::2], strict=True):
+        ctypes.memmove(target, source, size)
 
 
-def _packed(moves: Sequence[tuple[int, int, int]]) -> tuple[bytes, bytes]:
-    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
-    return sources, _vmm.pack_pieces([(to, size) for to, _, size in moves])
-
-
-def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
+def _copy_by_kernel(sources: bytes, targets: bytes) -> None:
     """Copy by the kernel, so that a fault is an error. Works if process_vm_readv(2) is denied."""
     try:
-        _vmm.copy_pieces(*_packed(moves))
+        _vmm.copy_pieces(sources, targets)
     except MappingError as error:
         raise LLMParamError(
             "memory of a cache is not there, and the copy is not complete. Keep registered memory"

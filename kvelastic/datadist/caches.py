@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvelastic.datadist import checks
-from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import CacheDesc
 from kvelastic.datadist.enums import Placement
+from kvelastic.datadist.local_caches import Entry
 from kvelastic.datadist.status import LLMParamError
 
 

@@ -22,10 +22,11 @@ from kvelastic.config import configure_logging, load
 from kvelastic.datadist import checks
 from kvelastic.datadist.descriptors import LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole, RegisterMemStatus
+from kvelastic.datadist.first_generation import KvCacheManager
 from kvelastic.datadist.group_links import parse_group
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.managers import CacheManager, KvCacheManager
+from kvelastic.datadist.managers import CacheManager
 from kvelastic.datadist.options import Options, listen_option, read_options
 from kvelastic.datadist.status import (
     LLMParamError,

@@ -18,12 +18,12 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Final, Literal, NamedTuple, cast
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, cast
 
 from msgspec import Meta
 
 from kvelastic.datadist import checks
-from kvelastic.datadist.enums import DataType, LLMRole, Memtype, Placement, item_bytes
+from kvelastic.datadist.enums import DataType, LLMRole, Memtype, Placement
 from kvelastic.datadist.status import LLMParamError
 
 INVALID_ID: Final = checks.MAX_UINT64
@@ -36,6 +36,32 @@ MAX_CACHE_BYTES: Final = 1 << 50
 """Maximum size of a described cache, so that sums of bytes never overflow at a peer."""
 
 MAX_TENSORS: Final = 1 << 16
+
+_ELEMENTS: Final = {
+    DataType.DT_FLOAT: ("float32", 4),
+    DataType.DT_FLOAT16: ("float16", 2),
+    DataType.DT_INT8: ("int8", 1),
+    DataType.DT_INT32: ("int32", 4),
+    DataType.DT_UINT8: ("uint8", 1),
+    DataType.DT_INT16: ("int16", 2),
+    DataType.DT_UINT16: ("uint16", 2),
+    DataType.DT_UINT32: ("uint32", 4),
+    DataType.DT_INT64: ("int64", 8),
+    DataType.DT_UINT64: ("uint64", 8),
+    DataType.DT_DOUBLE: ("float64", 8),
+    DataType.DT_BOOL: ("bool", 1),
+    DataType.DT_BF16: ("uint16", 2),  # raw bits: numpy has no bfloat16
+}
+
+
+def numpy_name(data_type: DataType) -> str:
+    """Return the numpy dtype of an element. Raises `KeyError` for `DT_STRING`, which has none."""
+    return _ELEMENTS[data_type][0]
+
+
+def item_bytes(data_type: DataType) -> int:
+    """Return the bytes of an element; 0 for `DT_STRING`, whose elements have no fixed size."""
+    return _ELEMENTS.get(data_type, ("", 0))[1]
 
 
 @dataclass(frozen=True)
@@ -88,12 +114,14 @@ class CacheDesc:
         return self.size // self.batch_size
 
 
-class RowIndex(NamedTuple):
-    """Lookup key of a `CacheKey` within its cluster."""
+class Index(NamedTuple):
+    """A key without its cluster, as the cluster's table and messages to it have it."""
 
-    kind: Literal["request", "prefix"]
+    kind: Literal["request", "prefix", "row", "blocks"]
     value: int
-    model_id: int
+    """The request, the prefix, the cache's id, or the model of a blocks cache."""
+    detail: int
+    """The model of a request or prefix, the row of a cache's id, else 0."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +139,11 @@ class _PeerKey:
         cluster = self.prompt_cluster_id if self.cluster_id is None else self.cluster_id
         for name in ("cluster_id", "prompt_cluster_id"):
             object.__setattr__(self, name, checks.integer("cluster_id", cluster))
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the key only leaves a row without a key."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -131,20 +164,23 @@ class CacheKey(_PeerKey):
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether the key only leaves a row without a key."""
+        """Whether the key only leaves a row without a key: neither id is valid."""
         return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
 
     @property
-    def index(self) -> RowIndex:
-        """The lookup key. Raises `LLMParamError` unless exactly one of the two ids is valid."""
+    def index(self) -> Index:
+        """The key without its cluster.
+
+        Raises `LLMParamError` unless exactly one of the two ids is valid.
+        """
         if (self.req_id == INVALID_ID) == (self.prefix_id == INVALID_ID):
             raise LLMParamError(
                 f"req_id={self.req_id} and prefix_id={self.prefix_id}: exactly one of them must be"
                 " valid, the other 2**64-1"
             )
         if self.prefix_id == INVALID_ID:
-            return RowIndex("request", self.req_id, self.model_id)
-        return RowIndex("prefix", self.prefix_id, self.model_id)
+            return Index("request", self.req_id, self.model_id)
+        return Index("prefix", self.prefix_id, self.model_id)
 
 
 @dataclass(frozen=True)
@@ -160,6 +196,11 @@ class CacheKeyByIdAndIndex:
         checks.integer("cache_id", self.cache_id, most=checks.MAX_INT64)
         checks.integer("batch_index", self.batch_index, most=checks.MAX_UINT32)
 
+    @property
+    def index(self) -> Index:
+        """The key without its cluster."""
+        return Index("row", self.cache_id, self.batch_index)
+
 
 @dataclass(frozen=True)
 class BlocksCacheKey(_PeerKey):
@@ -170,6 +211,14 @@ class BlocksCacheKey(_PeerKey):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer("model_id", self.model_id)
+
+    @property
+    def index(self) -> Index:
+        """The key without its cluster."""
+        return Index("blocks", self.model_id, 0)
+
+
+AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 
 @dataclass(frozen=True)

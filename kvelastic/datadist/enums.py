@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import unique
-from typing import Final
 
 from kvelastic.datadist.status import NamedEnum
 
@@ -60,30 +59,3 @@ class DataType(NamedEnum):
     DT_BOOL = 12
     DT_STRING = 13
     DT_BF16 = 27
-
-
-_ELEMENTS: Final = {
-    DataType.DT_FLOAT: ("float32", 4),
-    DataType.DT_FLOAT16: ("float16", 2),
-    DataType.DT_INT8: ("int8", 1),
-    DataType.DT_INT32: ("int32", 4),
-    DataType.DT_UINT8: ("uint8", 1),
-    DataType.DT_INT16: ("int16", 2),
-    DataType.DT_UINT16: ("uint16", 2),
-    DataType.DT_UINT32: ("uint32", 4),
-    DataType.DT_INT64: ("int64", 8),
-    DataType.DT_UINT64: ("uint64", 8),
-    DataType.DT_DOUBLE: ("float64", 8),
-    DataType.DT_BOOL: ("bool", 1),
-    DataType.DT_BF16: ("uint16", 2),  # raw bits: numpy has no bfloat16
-}
-
-
-def numpy_name(data_type: DataType) -> str:
-    """Return the numpy dtype of an element. Raises `KeyError` for `DT_STRING`, which has none."""
-    return _ELEMENTS[data_type][0]
-
-
-def item_bytes(data_type: DataType) -> int:
-    """Return the bytes of an element; 0 for `DT_STRING`, whose elements have no fixed size."""
-    return _ELEMENTS.get(data_type, ("", 0))[1]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.local_caches import Entry, LocalCaches
 from kvelastic.pool.pool import ElasticPool, pool_at
 from kvelastic.transfer import Node, Registered, register_pool
 
@@ -33,7 +32,7 @@ class Exposed:
             entries = [self._caches.of_id(one) for one in self._memory if one is not None]
             self._node = node
             self._pools.clear()
-            pools = [memory.pool for memory in self._caches.pools()]
+            pools = [memory.pool for memory in self._caches.pools]
             own = [self._add_pool(pool) for pool in pools if pool.is_on_host]
             self._memory = {None: own}
         for entry in entries:

@@ -40,39 +40,33 @@ Blocks.
 """
 
 
-@dataclass(frozen=True)
-class Member:
-    """One cluster of a group."""
-
-    cluster_id: int
-    rank: int
-    host: str | None
-    """IP address of the member's host; None for this host."""
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Group:
-    """A group to link, as seen by this cluster."""
+    """A group, as seen by this cluster."""
 
     name: str
-    own: Member
-    others: tuple[Member, ...]
+    cluster_id: int
+    """This cluster."""
+    ranks: dict[int, int]
+    """Rank of each cluster of the group."""
+    elsewhere: list[int]
+    """Clusters on other hosts."""
+    there: set[int] = field(default_factory=set)
+    """Clusters that have joined."""
+    status: RegisterMemStatus = RegisterMemStatus.PREPARING
+    is_over: bool = False
+
+    @property
+    def others(self) -> set[int]:
+        """The clusters except this one."""
+        return self.ranks.keys() - {self.cluster_id}
 
     @property
     def token(self) -> str:
         """Identifies the group: a hash of name, clusters and ranks, equal for all members."""
-        members = sorted((*self.others, self.own), key=lambda member: member.rank)
-        text = self.name + "".join(f"\0{one.cluster_id}:{one.rank}" for one in members)
+        ordered = sorted(self.ranks, key=self.ranks.__getitem__)
+        text = self.name + "".join(f"\0{one}:{self.ranks[one]}" for one in ordered)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@dataclass(eq=False)
-class _Linking:
-    comm_id: int
-    group: Group
-    there: set[int] = field(default_factory=set)
-    status: RegisterMemStatus = RegisterMemStatus.PREPARING
-    is_over: bool = False
 
 
 class GroupLinks:
@@ -86,7 +80,7 @@ class GroupLinks:
         self._join, self._leave = join, leave
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
-        self._groups: dict[int, _Linking] = {}
+        self._groups: dict[int, Group] = {}
 
     def begin(self, group: Group, total_s: float, rounds: int) -> int:
         """Start to link a group; return its id at once.
@@ -95,15 +89,14 @@ class GroupLinks:
         `LLM_FEATURE_NOT_ENABLED` for members on other hosts, and `LLM_ALREADY_LINK` for a name in
         use.
         """
-        elsewhere = [one.cluster_id for one in group.others if one.host is not None]
-        if elsewhere:
+        if group.elsewhere:
             raise failure(
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                f"clusters {elsewhere} are on other hosts, which link() does not reach; use"
+                f"clusters {group.elsewhere} are on other hosts, which link() does not reach; use"
                 " link_clusters",
             )
         with self._changed:
-            if any(one.group.name == group.name for one in self._groups.values()):
+            if any(one.name == group.name for one in self._groups.values()):
                 raise failure(
                     LLMStatusCode.LLM_ALREADY_LINK,
                     f"{group.name!r} is linked already; unlink it first",
@@ -113,43 +106,42 @@ class GroupLinks:
                     LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
                     f"{MOST_GROUPS} groups are linked; unlink some",
                 )
-            linking = _Linking(next(self._numbers), group)
-            self._groups[linking.comm_id] = linking
+            comm_id = next(self._numbers)
+            self._groups[comm_id] = group
         threading.Thread(
-            target=self._make, args=(linking, total_s, rounds), name="kvelastic-group", daemon=True
+            target=self._make, args=(group, total_s, rounds), name="kvelastic-group", daemon=True
         ).start()
-        return linking.comm_id
+        return comm_id
 
-    def _make(self, linking: _Linking, total_s: float, rounds: int) -> None:
-        group = linking.group
-        lower = {one.cluster_id for one in group.others if one.rank < group.own.rank}
+    def _make(self, group: Group, total_s: float, rounds: int) -> None:
+        own_rank = group.ranks[group.cluster_id]
+        lower = {one for one, rank in group.ranks.items() if rank < own_rank}
         deadline_s = time.monotonic() + total_s
         while True:
-            for one in sorted(lower - linking.there):
+            for one in sorted(lower - group.there):
                 if self._join(one, group.token, max(total_s / rounds, _AGAIN_S)):
                     with self._changed:
-                        self._note(linking, one)
+                        self._note(group, one)
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                if linking.status is RegisterMemStatus.PREPARING and left_s <= 0:
-                    linking.status = RegisterMemStatus.FAILED
-                if linking.is_over or linking.status is not RegisterMemStatus.PREPARING:
+                if group.status is RegisterMemStatus.PREPARING and left_s <= 0:
+                    group.status = RegisterMemStatus.FAILED
+                if group.is_over or group.status is not RegisterMemStatus.PREPARING:
                     return
                 self._changed.wait(min(_AGAIN_S, left_s))
 
-    def _note(self, linking: _Linking, joined: int) -> None:
-        linking.there.add(joined)
-        if len(linking.there) == len(linking.group.others):
-            linking.status = RegisterMemStatus.OK
+    def _note(self, group: Group, joined: int) -> None:
+        group.there.add(joined)
+        if group.there == group.others:
+            group.status = RegisterMemStatus.OK
             self._changed.notify_all()
 
     def joined(self, cluster_id: int, token: str) -> bool:
         """Handle a member that linked this cluster and sent a token; return whether it matches."""
         with self._changed:
-            for linking in self._groups.values():
-                members = {one.cluster_id for one in linking.group.others}
-                if linking.group.token == token and cluster_id in members:
-                    self._note(linking, cluster_id)
+            for group in self._groups.values():
+                if group.token == token and cluster_id in group.others:
+                    self._note(group, cluster_id)
                     return True
             return False
 
@@ -161,25 +153,25 @@ class GroupLinks:
     def end(self, comm_id: int) -> None:
         """End a group and its links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
         with self._changed:
-            linking = self._known(comm_id)
+            group = self._known(comm_id)
             del self._groups[comm_id]
-            linking.is_over = True
+            group.is_over = True
             self._changed.notify_all()
             kept = {one for each in self._groups.values() for one in each.there}
-        for cluster_id in sorted(linking.there - kept):
+        for cluster_id in sorted(group.there - kept):
             self._leave(cluster_id)
 
-    def _known(self, comm_id: int) -> _Linking:
-        linking = self._groups.get(comm_id)
-        if linking is None:
+    def _known(self, comm_id: int) -> Group:
+        group = self._groups.get(comm_id)
+        if group is None:
             raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"no group has the id {comm_id}")
-        return linking
+        return group
 
     def close(self) -> None:
         """End all groups without unlinking or notifying peers. Idempotent."""
         with self._changed:
-            for linking in self._groups.values():
-                linking.is_over = True
+            for group in self._groups.values():
+                group.is_over = True
             self._groups.clear()
             self._changed.notify_all()
 
@@ -223,18 +215,14 @@ def parse_group(
     if named != sorted(ranks.values()):
         raise LLMParamError(f"rank_table has ranks {named}, the group {sorted(ranks.values())}")
     own_host = hosts[ranks[cluster_id]]
-    members = [
-        Member(key, rank, None if hosts[rank] == own_host else _ip(hosts[rank]))
-        for key, rank in sorted(ranks.items(), key=lambda item: item[1])
-    ]
-    own = members[ranks[cluster_id]]
-    return Group(name, own, tuple(one for one in members if one is not own))
-
-
-def _ip(host: str) -> str:
+    by_rank = sorted(ranks, key=ranks.__getitem__)
+    elsewhere = [one for one in by_rank if hosts[ranks[one]] != own_host]
+    host = own_host
     try:
-        return str(ipaddress.ip_address(host))
+        for host in (hosts[ranks[one]] for one in elsewhere):
+            ipaddress.ip_address(host)
     except ValueError:
         raise LLMParamError(
             f"rank_table: server_id {host!r} is another host's, and no IP address"
         ) from None
+    return Group(name, cluster_id, dict(ranks), elsewhere)

@@ -19,14 +19,15 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvelastic.datadist import cache_layout, checks
 from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, LayerRanges, Part
-from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.links import Links
+from kvelastic.datadist.local_caches import Entry
 from kvelastic.datadist.peer import Transfer
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 
@@ -278,15 +279,36 @@ class LayerPushes:
         source_blocks: Sequence[int] | None,
         target_blocks: Sequence[int] | None,
         target_block_bytes: int | None,
+        *,
+        by_key: bool,
     ) -> None:
-        """The last three arguments are those of `transfer_cache_async`."""
+        """The arguments are those of `transfer_cache_async`. Raises `TypeError`, `LLMParamError`.
+
+        `by_key`: whether peers' caches are named by keys, and not by addresses.
+        """
         self._links = links
         self._entry = entry
-        self._configs = configs
+        self._configs = [replace(one) for one in configs]  # checks fields that were assigned
+        if not configs:
+            raise LLMParamError("transfer_configs is empty; name at least one")
+        kind = TransferWithCacheKeyConfig if by_key else TransferConfig
+        if not all(isinstance(config, kind) for config in configs):
+            raise LLMParamError(
+                "transfer_configs must be TransferWithCacheKeyConfig with"
+                " enable_remote_cache_accessible, TransferConfig without it"
+            )
+        if entry.desc.placement is Placement.HOST:
+            raise LLMParamError("src_cache lies in host memory; the call is for device caches")
+        if len(entry.addrs) > 1:
+            raise LLMParamError("transfer_cache_async is not for a process with several devices")
+        if entry.desc.num_tensors % TENSORS_PER_LAYER:
+            raise LLMParamError(
+                f"src_cache has {entry.desc.num_tensors} tensors; K and V of each layer are needed"
+            )
         self._set_blocks(source_blocks, target_blocks, target_block_bytes)
         every = range(entry.desc.num_tensors // TENSORS_PER_LAYER)
-        self.layers = [config.src_layer_range or every for config in configs]
-        for at, (config, layers) in enumerate(zip(configs, self.layers, strict=True)):
+        self.layers = [config.src_layer_range or every for config in self._configs]
+        for at, (config, layers) in enumerate(zip(self._configs, self.layers, strict=True)):
             self._check(f"transfer_configs[{at}]", config, layers, every)
 
     def _set_blocks(

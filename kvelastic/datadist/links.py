@@ -19,7 +19,7 @@ from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.datadist import wire
-from kvelastic.datadist.descriptors import LLMClusterInfo, RowIndex
+from kvelastic.datadist.descriptors import Index, LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import Group, GroupLinks
@@ -353,12 +353,7 @@ class Links:
                 raise MessageError(f"a {type(asked).__name__} is no question")
 
     def _found(self, asked: wire.Find) -> wire.Cache:
-        if asked.kind == "row":
-            entry, row = self._caches.of_id(asked.value), asked.detail
-        elif asked.kind == "blocks":
-            entry, row = self._caches.of_model(asked.value), 0
-        else:
-            entry, row = self._caches.of_row(RowIndex(asked.kind, asked.value, asked.detail))
+        entry, row = self._caches.of_key(Index(asked.kind, asked.value, asked.detail))
         if row >= entry.desc.batch_size:
             raise LLMParamError(f"the cache has {entry.desc.batch_size} rows, and no row {row}")
         if not entry.remote_accessible:

@@ -1,10 +1,19 @@
-"""The caches of this process: the table of references and the memory behind them.
+"""The caches of this process: the table of references, lookup by key, and holds during copies.
 
     caches = LocalCaches(options, settings)
     entry = Entry(desc, is_blocks=False)
     caches.allocate(entry, keys=[CacheKey(1, 7)])
     with caches.held(entry): ...          # a free does not release the memory here
     caches.deallocate(entry.cache_id); caches.close()
+
+An allocated cache is referenced by its id and by each of its keys. Its memory is released with the
+last reference:
+
+    id     dropped by deallocate_cache
+    key    dropped by remove_cache_key; a request's key also when a peer has copied its whole row
+
+A registered cache uses its caller's memory; `unregister_cache` drops it and its keys at once. A
+blocks cache has one key, which is valid only while its id is.
 
 Used by both generations' managers and by requests of peers. Lock order: the table's lock, then a
 pool's. The lock is not held during copies or waits for memory.
@@ -18,115 +27,111 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.datadist import wire
 from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_layout import Run
-from kvelastic.datadist.cache_memory import CacheMemory, name_streams
-from kvelastic.datadist.cache_table import CacheTable, Entry, Piece, not_there
-from kvelastic.datadist.descriptors import CacheDesc, CacheKey
+from kvelastic.datadist.cache_memory import CachePools, Piece
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, Index
 from kvelastic.datadist.enums import Placement
-from kvelastic.datadist.memory_config import MemPool
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
-from kvelastic.device import selection
-from kvelastic.device.selection import Device
-from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
+from kvelastic.errors import IntegrityError, NotRegisteredError
 from kvelastic.transfer import Link
 
-MAX_REGISTERED_ADDRESSES = 240
+MAX_CACHES: Final = 1 << 20
+MAX_REGISTERED_ADDRESSES: Final = 240
 """Maximum over all registered caches of a process, as in the original."""
+NO_CACHE_ID: Final = -1
+"""The id of a CPU cache, which no manager knows."""
+Keys: TypeAlias = Sequence[CacheKey | BlocksCacheKey]
+"""Keys of a new cache: of its rows, or one of a blocks cache."""
 
 
-class LocalCaches(CacheTable):
+@dataclass(eq=False)
+class Entry:
+    """A cache of this process. The table has all but CPU caches."""
+
+    desc: CacheDesc
+    is_blocks: bool
+    """Whether its rows are blocks."""
+    addrs: tuple[tuple[int, ...], ...] = ()
+    """Addresses by device, then by tensor."""
+    memory: tuple[Piece, ...] | None = None
+    """By device; None if the memory is the caller's."""
+    remote_accessible: bool = True
+    cache_id: int = NO_CACHE_ID
+    """Set by the table."""
+    has_id: bool = True
+    """Whether the id still references the cache."""
+    rows: dict[Index, int] = field(default_factory=dict)
+    """Keys that still reference the cache, with their rows."""
+    moved: dict[Index, set[int]] = field(default_factory=dict)
+    """Tensors of a key's row that peers have copied."""
+    uses: int = 0
+    """Number of copies and transfers in progress that use the cache."""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the memory is the caller's."""
+        return self.memory is None
+
+    @property
+    def is_cpu_cache(self) -> bool:
+        """Whether `create_cpu_cache` created it. It is used by blocks or by rows."""
+        return self.cache_id == NO_CACHE_ID
+
+    def check_devices(self, other: Sequence[Sequence[int]]) -> None:
+        """Raise `LLMParamError` unless a cache with `other` addresses is on as many devices."""
+        if len(self.addrs) != len(other):
+            raise LLMParamError(f"the caches are on {len(self.addrs)} and {len(other)} devices")
+
+
+class LocalCaches:
     """Table and memory of the process's caches. Any thread may call."""
 
     def __init__(self, options: Options, settings: Config) -> None:
         """Open the pools in `options`. Maps no memory. Raises what `open_pool` raises."""
-        super().__init__()
         self._options = options
-        self._copying = threading.Lock()
+        self._lock = threading.Lock()
         self._unused = threading.Condition(self._lock)
+        self._copying = threading.Lock()
+        self._next_id = 1
+        self._by_id: dict[int, Entry] = {}
+        self._by_key: dict[Index, Entry] = {}
         self._deleted: deque[int] = deque()
-        self.devices: list[Device] = []
-        self._memories: dict[Placement, list[CacheMemory]] = {}
-        try:
-            for at in options.device_ids:
-                self.devices.append(_device(settings, at))
-                name_streams(self.devices[-1])
-            if options.device_pool is not None:
-                self._open(Placement.DEVICE, self.devices, options.device_pool, settings)
-            if options.host_pool is not None:
-                host = [selection.host(settings)]
-                self._open(Placement.HOST, host, options.host_pool, settings)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(
-        self, placement: Placement, devices: Sequence[Device], pool: MemPool, settings: Config
-    ) -> None:
-        opened = self._memories.setdefault(placement, [])
-        for at, one in enumerate(devices):
-            number = f"_{at}" if len(devices) > 1 else ""
-            memory = CacheMemory(
-                one,
-                pool,
-                settings,
-                wait_s=self._options.sync_kv_timeout_s,
-                tiers=self._options.tiers,
-                name=settings.ipc_name and f"{settings.ipc_name}_{placement.name.lower()}{number}",
-            )
-            opened.append(memory)
+        self.pools: Final = CachePools(options, settings)
 
     # --- make and forget ---------------------------------------------------------------------
 
-    def allocate(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
+    def allocate(self, entry: Entry, keys: Keys) -> None:
         """Allocate memory for a new cache, on each device if it is a device cache.
 
         Waits up to the timeout of a call for memory of other instances. Raises
         `LLM_FEATURE_NOT_ENABLED` if no pool is configured, `LLM_OUT_OF_MEMORY`
-        (`LLM_DEVICE_OUT_OF_MEMORY` in the first generation), and errors of
-        `CacheTable.refuse_keys`. After an error nothing has changed.
+        (`LLM_DEVICE_OUT_OF_MEMORY` in the first generation), `LLMParamError` for more keys than
+        rows or a key in use, and `LLM_PREFIX_ALREADY_EXIST` for a prefix in use. After an error
+        nothing has changed.
         """
         self.free_deleted()
-        desc = entry.desc
-        memories = self._memories.get(desc.placement)
-        if memories is None:
-            option = "mem_pool_cfg" if desc.placement is Placement.DEVICE else "host_mem_pool_cfg"
-            raise failure(
-                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                f"there is no pool of {desc.placement.name} caches; set {option} before init",
-            )
-        self.refuse_keys(entry, keys)
-        with ExitStack() as undo:
-            pieces: list[Piece] = []
-            for memory in memories:
-                piece = memory.alloc(desc.num_tensors, desc.size)
-                if piece is None:
-                    raise self._out_of_memory(desc, memory)
-                undo.callback(piece.free)
-                pieces.append(piece)
-            entry.memory = tuple(pieces)
-            entry.addrs = tuple(piece.addresses for piece in pieces)
+        self.pools.of(entry.desc.placement)  # raises first if there is no pool
+        with self._lock:
+            self._rows_of_keys(entry, keys)
+        entry.memory = self.pools.alloc(entry.desc)
+        entry.addrs = tuple(piece.addresses for piece in entry.memory)
+        try:
             with self._lock:
                 self._add(entry, keys)
-            undo.pop_all()
+        except BaseException:
+            for piece in entry.memory:
+                piece.free()
+            raise
 
-    def _out_of_memory(self, desc: CacheDesc, memory: CacheMemory) -> LLMException:
-        state = memory.pool.blocks.limit_state()
-        return failure(
-            LLMStatusCode.LLM_OUT_OF_MEMORY
-            if self._options.is_cache_manager
-            else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
-            f"{desc.num_tensors} tensors of {desc.size} bytes are not available in"
-            f" {memory.pool.name}, which holds {state['mapped_bytes']} of"
-            f" {state['effective_limit_bytes']} bytes; deallocate caches, or raise its limit",
-        )
-
-    def register(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
+    def register(self, entry: Entry, keys: Keys) -> None:
         """Register a new cache over the caller's memory. Raises `LLMParamError`."""
         self.free_deleted()
         (addrs,) = entry.addrs
@@ -194,9 +199,109 @@ class LocalCaches(CacheTable):
             if self._by_id.get(cache_id) is not entry:  # another thread was first
                 return None
             for index in list(entry.rows):
-                self._drop_row(entry, index)
+                self._drop_key(entry, index)
             self._release_id(entry)
             return entry
+
+    def _rows_of_keys(self, entry: Entry, keys: Keys) -> dict[Index, int]:
+        """Check keys; return the row of each. Placeholders get none, the last of equals counts."""
+        if len(keys) > entry.desc.batch_size:
+            raise LLMParamError(
+                f"{len(keys)} cache_keys are given for {entry.desc.batch_size} rows; give one each"
+            )
+        rows = {key.index: row for row, key in enumerate(keys) if not key.is_placeholder}
+        for index in rows.keys() & self._by_key.keys():
+            if index.kind == "blocks":
+                raise LLMParamError(f"model {index.value} has a blocks cache already")
+            why = f"{index.kind} {index.value} of model {index.detail} is a cache's key already"
+            if index.kind == "prefix":
+                raise failure(LLMStatusCode.LLM_PREFIX_ALREADY_EXIST, why)
+            raise LLMParamError(f"{why}; remove it first")
+        if len(self._by_id) >= MAX_CACHES:
+            raise failure(
+                LLMStatusCode.LLM_OUT_OF_MEMORY, f"there are {MAX_CACHES} caches; deallocate some"
+            )
+        return rows
+
+    def _add(self, entry: Entry, keys: Keys) -> None:
+        """Add a cache under a new id; `_lock` is held. On an error nothing has changed."""
+        entry.rows = self._rows_of_keys(entry, keys)
+        entry.cache_id = self._next_id
+        self._next_id += 1
+        self._by_id[entry.cache_id] = entry
+        self._by_key.update(dict.fromkeys(entry.rows, entry))
+
+    def _release_id(self, entry: Entry | None) -> None:
+        """Drop the id's reference, if there is one; `_lock` is held."""
+        if entry is not None and entry.has_id:
+            entry.has_id = False
+            for index in [one for one in entry.rows if one.kind == "blocks"]:
+                self._drop_key(entry, index)
+            self._free_if_unreferenced(entry)
+
+    def remove_key(self, index: Index) -> None:
+        """Drop a key's reference; an unknown key is ignored."""
+        with self._lock:
+            entry = self._by_key.get(index)
+            if entry is not None:
+                self._drop_key(entry, index)
+                self._free_if_unreferenced(entry)
+
+    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> None:
+        """Record that a peer has copied these tensors of a row.
+
+        After the row's last tensor, its request keys are dropped. Prefix keys and keys of
+        registered caches stay.
+        """
+        with self._lock:
+            entry = self._by_id.get(cache_id)
+            if entry is None or entry.is_registered:
+                return
+            for index in [one for one, at in entry.rows.items() if at == row]:
+                if index.kind == "request":
+                    had = entry.moved.setdefault(index, set())
+                    had.update(one for one in tensors if one < entry.desc.num_tensors)
+                    if len(had) >= entry.desc.num_tensors:
+                        self._drop_key(entry, index)
+            self._free_if_unreferenced(entry)
+
+    def _drop_key(self, entry: Entry, index: Index) -> None:
+        del entry.rows[index], self._by_key[index]
+        entry.moved.pop(index, None)
+
+    def _free_if_unreferenced(self, entry: Entry) -> None:
+        if not entry.has_id and not entry.rows:
+            del self._by_id[entry.cache_id]
+            for piece in entry.memory or ():
+                piece.free()
+
+    # --- find --------------------------------------------------------------------------------
+
+    def of_id(self, cache_id: int) -> Entry:
+        """Return the cache of a valid id. Raises `LLM_KV_CACHE_NOT_EXIST`."""
+        with self._lock:
+            entry = self._by_id.get(cache_id)
+        if entry is None or not entry.has_id:
+            raise not_there(f"there is no cache of id {cache_id}")
+        return entry
+
+    def of_key(self, index: Index) -> tuple[Entry, int]:
+        """Return the cache and row of a key.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST`, or `LLM_PREFIX_NOT_EXIST` for a prefix.
+        """
+        if index.kind == "row":
+            return self.of_id(index.value), index.detail
+        with self._lock:
+            entry = self._by_key.get(index)
+            if entry is not None:
+                return entry, entry.rows[index]
+        if index.kind == "blocks":
+            raise not_there(f"no blocks cache has model {index.value} as its key")
+        subject = f"no cache has {index.kind} {index.value} of model {index.detail} as its key"
+        if index.kind == "prefix":
+            raise failure(LLMStatusCode.LLM_PREFIX_NOT_EXIST, subject)
+        raise not_there(f"{subject}: it was pulled or removed, or never was")
 
     # --- hold and copy -----------------------------------------------------------------------
 
@@ -223,7 +328,7 @@ class LocalCaches(CacheTable):
         with self._lock:
             if not entry.is_cpu_cache:
                 self._refuse_gone(entry)
-            tickets = [(piece, piece.pin()) for piece in entry.memory or ()]
+            tickets = [(piece, piece.pool.blocks.pin(piece.blocks)) for piece in entry.memory or ()]
             entry.uses += 1
         try:
             yield
@@ -232,7 +337,7 @@ class LocalCaches(CacheTable):
                 entry.uses -= 1
                 self._unused.notify_all()
             for piece, ticket in tickets:
-                piece.unpin(ticket)
+                piece.pool.blocks.unpin(ticket)
 
     def claim(self, link: Link, claim: bytes, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
         """Hold the cache that a peer's copy claims; if none, every cache that contains a piece.
@@ -287,30 +392,41 @@ class LocalCaches(CacheTable):
 
     def gpu(self, at: int) -> _vmm.CudaDriver | None:
         """Return the driver of the at-th device; None if the host replaces it."""
-        driver = self.devices[at].driver()
+        driver = self.pools.devices[at].driver()
         return driver if isinstance(driver, _vmm.CudaDriver) else None
 
     # --- life --------------------------------------------------------------------------------
-
-    def pools(self) -> list[CacheMemory]:
-        """Return all pools of caches."""
-        return [memory for each in self._memories.values() for memory in each]
 
     def check_integrity(self) -> None:
         """Check that table and pools agree. Call it only while no other call is in progress."""
         with self._lock:
             self._check_references()
             pieces = [piece for entry in self._by_id.values() for piece in entry.memory or ()]
-            for memory in self.pools():
+            for memory in self.pools:
                 memory.check_integrity([piece for piece in pieces if piece.pool is memory.pool])
+
+    def _check_references(self) -> None:
+        """Raise `IntegrityError` if references and caches disagree or a cache has no reference."""
+        keys = {index: entry for entry in self._by_id.values() for index in entry.rows}
+        if keys != self._by_key:
+            raise IntegrityError("keys lead to other caches than those that have them")
+        for cache_id, entry in self._by_id.items():
+            if entry.cache_id != cache_id or not (entry.has_id or entry.rows):
+                raise IntegrityError(f"cache {cache_id} is kept, and nothing refers to it")
+            if not entry.moved.keys() <= entry.rows.keys():
+                raise IntegrityError(f"cache {cache_id} counts tensors of a key it has not")
 
     def close(self) -> None:
         """Drop all caches, release all memory and leave the ledgers. Idempotent."""
         with self._lock:
-            for each in (self._by_id, self._by_row, self._by_model, self._deleted):
+            for each in (self._by_id, self._by_key, self._deleted):
                 each.clear()
-        for memory in self.pools():
-            memory.close()
+        self.pools.close()
+
+
+def not_there(message: str) -> LLMException:
+    """Return the exception for a cache that does not exist."""
+    return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, message)
 
 
 class ClaimedCaches(ExitStack):
@@ -323,15 +439,3 @@ class ClaimedCaches(ExitStack):
     def release(self) -> None:
         """End the hold after the copy."""
         self.close()
-
-
-def _device(settings: Config, device_id: int) -> Device:
-    """Return the GPU of this number, or the host if there is no GPU."""
-    if settings.device in {"host", "cpu"}:
-        return selection.host(settings)
-    try:
-        return selection.resolve(f"cuda:{device_id}", settings)
-    except DeviceUnavailableError:
-        if settings.device != selection.AUTO:
-            raise
-        return selection.host(settings)

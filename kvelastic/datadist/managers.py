@@ -1,29 +1,26 @@
-"""`KvCacheManager` and `CacheManager`: the calls in which the generations differ.
+"""`CacheManager`, and the calls that the first generation's `KvCacheManager` shares with it.
 
-    manager = datadist.kv_cache_manager                  # first generation, of a DECODER
-    cache = manager.allocate_cache(CacheDesc(80, [1, 2048], DataType.DT_FLOAT16))
-    manager.pull_cache(CacheKey(1, req_id=7), cache)
-    manager.get_cache_tensors(cache, 0)[0].numpy()
-
-    manager = datadist.cache_manager                     # second generation
+    manager = datadist.cache_manager
     cache = manager.register_blocks_cache(desc, addrs, BlocksCacheKey(1))
     manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [4, 5])
 
-In the first generation, a PROMPT fills caches and a DECODER pulls them. If a process has several
-devices, a cache has a copy on each, and the n-th local device pulls from the n-th device of a peer.
 In the second generation both sides pull and push, and memory can be registered.
+
+Any thread may call. Each call blocks until it is done or `sync_kv_timeout` has passed. Calls raise
+`TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and `LLMException`
+otherwise; `docs/datadist.md` lists the codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from kvelastic.datadist import checks
-from kvelastic.datadist.byte_copies import copy_to_host
+from kvelastic.datadist import cache_layout, checks
 from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, LayerRanges, Part, row_index
-from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.caches import Cache, KvCache
+from kvelastic.datadist.caches import Cache, CacheHandle
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
     CacheDesc,
@@ -31,109 +28,270 @@ from kvelastic.datadist.descriptors import (
     CacheKeyByIdAndIndex,
     MemInfo,
 )
-from kvelastic.datadist.enums import DataType, LLMRole, Placement, numpy_name
+from kvelastic.datadist.enums import LLMRole, Placement
+from kvelastic.datadist.layers import (
+    CacheTask,
+    Config,
+    LayerPushes,
+    LayerSender,
+    LayerSynchronizer,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.manager_calls import ManagerCalls, manager_call, model_of
+from kvelastic.datadist.local_caches import Entry, Keys, LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
+from kvelastic.datadist.peer import Transfer
+from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
-if TYPE_CHECKING:
-    import numpy as np
+_log = logging.getLogger("kvelastic")
 
-
-class Tensor:
-    """A host copy of a cache's tensor on one device. It shares no memory with the cache."""
-
-    def __init__(self, data: bytearray, shape: Sequence[int], data_type: DataType) -> None:
-        self._data = data
-        self.shape = tuple(shape)
-        self.dtype = data_type
-
-    def numpy(self) -> np.ndarray:
-        """Return the contents as an array of `shape`; bfloat16, unknown to numpy, as float32."""
-        import numpy as np
-
-        found = np.frombuffer(self._data, dtype=numpy_name(self.dtype)).reshape(self.shape)
-        if self.dtype is DataType.DT_BF16:  # bfloat16 is the upper half of a float32
-            return (found.astype(np.uint32) << 16).view(np.float32)
-        return found
+Handle = TypeVar("Handle", bound=CacheHandle)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class KvCacheManager(ManagerCalls[KvCache]):
-    """The manager of the first generation. Obtain it from `LLMDataDist.kv_cache_manager`."""
+def manager_call(role: LLMRole | None = None) -> Callable[[Method], Method]:
+    """Make a method a call of a manager, which only a live one serves, and only in `role`.
 
-    _handle = KvCache
+    The role counts in the first generation. kvelastic's errors become `LLMException`.
+    """
 
-    def __init__(self, caches: LocalCaches, links: Links, options: Options, role: LLMRole) -> None:
-        super().__init__(caches, links, options)
-        self._role = role
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: ManagerCalls[Any], *arguments: Any, **named: Any) -> Any:
+            self._begin(method.__name__, role)
+            with as_llm_exceptions(method.__name__):
+                return method(self, *arguments, **named)
 
-    def is_initialized(self) -> bool:
-        """False after `LLMDataDist.finalize`: all other calls fail then."""
-        return self._initialized
+        return cast("Method", call)
 
-    def switch_role(self, role: LLMRole) -> None:
-        """Set the role. Called by `LLMDataDist.switch_role`."""
-        self._role = role
+    return decorate
+
+
+class ManagerCalls(Generic[Handle]):
+    """Base of `KvCacheManager` and `CacheManager`. Created by `LLMDataDist.init` only."""
+
+    _handle: type[Handle]
+    """Type of handle that the calls take and return."""
+    _role: LLMRole | None = None
+    """Role in the first generation, where some calls need a role; None in the second."""
+
+    def __init__(self, caches: LocalCaches, links: Links, options: Options) -> None:
+        self._caches = caches
+        self._links = links
+        self._options = options
+        self._sender = LayerSender()
+        self._initialized = True
+
+    def finalize(self) -> None:
+        """Refuse further calls and end layered transfers. Idempotent."""
+        self._initialized = False
+        self._sender.end()
+
+    def check_integrity(self) -> None:
+        """Check references, keys and memory. Call it only while no other call is in progress."""
+        self._caches.check_integrity()
+
+    def _begin(self, call: str, role: LLMRole | None = None) -> None:
+        """Check that a call is allowed; `role` is the role it needs in the first generation."""
+        if not self._initialized:
+            raise failure(
+                LLMStatusCode.LLM_ENGINE_FINALIZED,
+                "the LLMDataDist of this manager was finalized; init another one",
+            )
+        if self._role is not None and role not in {None, self._role}:
+            raise LLMParamError(f"{call} is not for a {self._role.name}")
+
+    # --- caches with memory of their own ---------------------------------------------------------
 
     @manager_call()
-    def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return host copies of one tensor, one for each device. Blocks."""
-        checks.instance("cache", cache, KvCache)
-        entry, desc = cache.entry, cache.cache_desc
-        checks.integer("tensor_index", tensor_index, most=desc.num_tensors - 1)
-        found = []
-        with self._caches.held(entry):
-            for number, addrs in enumerate(entry.addrs):
-                data = bytearray(desc.size)
-                gpu = self._caches.gpu(number) if desc.placement is Placement.DEVICE else None
-                copy_to_host(addrs[tensor_index], memoryview(data), gpu=gpu)
-                found.append(Tensor(data, desc.shape, desc.data_type))
-        return found
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Handle:
+        """Allocate a cache in the pool of its placement, with a key for each row.
 
-    @manager_call(LLMRole.DECODER)
-    def pull_cache(
-        self,
-        cache_key: CacheKey | CacheKeyByIdAndIndex,
-        kv_cache: KvCache,
-        batch_index: int = 0,
-        size: int = -1,
-        **kwargs: object,
-    ) -> None:
-        """Copy a peer's row into a local row; for a DECODER. Blocks.
+        Fewer keys than rows leave the last rows without key. A key with `req_id` 2**64-1 leaves its
+        row without key. Of equal keys the last counts. Memory is released once the id is dropped
+        (`deallocate_cache`) and all keys are (pulled, pushed or removed). Raises
+        `LLM_FEATURE_NOT_ENABLED` without such a pool, `LLM_OUT_OF_MEMORY`, and `LLM_PARAM_INVALID`
+        for a key of another cache.
 
-        Also takes `src_cache_offset` and `dst_cache_offset` in bytes. Otherwise as
-        `CacheManager.pull_cache`.
+        In the first generation only device caches can be allocated, only a PROMPT may give keys,
+        and the error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's
+        reference.
         """
-        names = ("src_cache_offset", "dst_cache_offset")
-        given = {name: kwargs.pop(name, None) for name in names}
-        theirs, ours = (
-            0 if value is None else checks.integer(name, value, most=checks.MAX_INT64)
-            for name, value in given.items()
-        )
-        layers = LayerRanges.only("pull_cache", kwargs)
-        checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
-        checks.size("size", size)
-        entry = self._own_entry("kv_cache", kv_cache, is_blocks=False)
-        row = row_index("batch_index", entry.desc, batch_index)
-        self._transfer_row(cache_key, entry, layers, Part(row=row, offset=ours), size, theirs)
+        keys = checks.instances("cache_keys", cache_keys, CacheKey)
+        if keys:
+            self._begin("allocate_cache with cache_keys", LLMRole.PROMPT)
+        return self._allocate(cache_desc, keys, is_blocks=False)
 
-    @manager_call(LLMRole.DECODER)
-    def pull_blocks(
+    @manager_call()
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> Handle:
+        """Allocate a cache whose rows are blocks. Peers find one such cache per model by its key.
+
+        Deallocation releases it even if peers know the key. Otherwise as `allocate_cache`.
+        """
+        if blocks_cache_key is not None and self._role is LLMRole.DECODER:
+            raise LLMParamError("blocks_cache_key is of a PROMPT, and this is a DECODER")
+        return self._allocate(cache_desc, keys_of_blocks(blocks_cache_key), is_blocks=True)
+
+    def _allocate(self, desc: CacheDesc, keys: Keys, *, is_blocks: bool) -> Handle:
+        checks.instance("cache_desc", desc, CacheDesc)
+        if self._role is not None and desc.placement is not Placement.DEVICE:
+            raise LLMParamError("only device caches are allocated; use KvCache.create_cpu_cache")
+        entry = Entry(desc, is_blocks)
+        self._caches.allocate(entry, keys)
+        return self._handle(entry, self._caches.delete_later)
+
+    @manager_call()
+    def deallocate_cache(self, cache: Handle) -> None:
+        """Drop the id's reference and invalidate the handle. Idempotent.
+
+        In the first generation it also takes blocks caches.
+        """
+        checks.instance("cache", cache, self._handle)
+        if self._role is None:
+            self._entry("cache", cache, is_blocks=False)
+        elif cache.entry.is_cpu_cache:
+            raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
+        self._deallocate(cache)
+
+    def _deallocate(self, cache: Handle) -> None:
+        """Drop the id's reference. Registered caches are left unchanged."""
+        if self._caches.deallocate(cache.cache_id):
+            cache.invalidate()
+
+    @manager_call(LLMRole.PROMPT)
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Drop a key's reference: its row can no longer be pulled. Idempotent."""
+        checks.instance("cache_key", cache_key, CacheKey)
+        self._caches.remove_key(cache_key.index)
+
+    # --- copies in this process ------------------------------------------------------------------
+
+    @manager_call()
+    def copy_cache(
         self,
-        prompt_cache_key: BlocksCacheKey,
-        decoder_kv_cache: KvCache,
-        prompt_blocks: Sequence[int],
-        decoder_blocks: Sequence[int],
-        **kwargs: object,
+        dst: Handle,
+        src: Handle,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        req_id: int | None = None,
     ) -> None:
-        """Copy a PROMPT's blocks to local blocks, in order; for a DECODER. Blocks."""
-        layers = LayerRanges.only("pull_blocks", kwargs)
-        checks.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-        checks.integers("prompt_blocks", prompt_blocks)
-        entry = self._own_entry("decoder_kv_cache", decoder_kv_cache, is_blocks=True)
-        self._transfer_blocks(prompt_cache_key, entry, layers, decoder_blocks, prompt_blocks)
+        """Copy `size` bytes from `offset` of a row to the same offset of another, in all tensors.
+
+        A size of -1 copies to the row's end. `req_id` is only logged. In the first generation both
+        caches must be device caches.
+        """
+        target = self._entry("dst", dst, is_blocks=False)
+        source = self._entry("src", src, is_blocks=False)
+        if self._role is not None and (target.is_cpu_cache or source.is_cpu_cache):
+            raise LLMParamError("dst or src is a CPU cache; copy_cache is for device caches")
+        checks.integer("offset", offset, most=checks.MAX_INT64)
+        checks.size("size", size)
+        if req_id is not None:
+            checks.integer("req_id", req_id)
+        from_row = cache_layout.row_index("src_batch_index", source.desc, src_batch_index)
+        to_row = cache_layout.row_index("dst_batch_index", target.desc, dst_batch_index)
+        cache_layout.same_shape(source.desc, target.desc)
+        size = source.desc.row_bytes - offset if size == -1 else size
+        tensors = range(source.desc.num_tensors)
+        pairs = cache_layout.pairs_merged(
+            cache_layout.row_runs(source.desc, tensors, from_row, offset, size),
+            cache_layout.row_runs(target.desc, tensors, to_row, offset, size),
+        )
+        self._caches.copy(pairs, source, target)
+        if req_id is not None:
+            _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
+
+    @manager_call()
+    def copy_blocks(self, cache: Handle, copy_block_info: Mapping[int, Sequence[int]]) -> None:
+        """Copy each block to its list of target blocks, in all tensors."""
+        entry = self._entry("cache", cache, is_blocks=True)
+        checks.instance("copy_block_info", copy_block_info, dict)
+        moves = [
+            (source, target)
+            for source, targets in copy_block_info.items()
+            for target in cache_layout.block_indices("copy_block_info", entry.desc, targets)
+        ]
+        if {source for source, _ in moves} & {target for _, target in moves}:
+            raise LLMParamError("a block is copied to and copied from")
+        pairs = cache_layout.copied_blocks(entry.desc, entry.desc, moves)
+        self._caches.copy(pairs, entry, entry)
+
+    @manager_call()
+    def swap_blocks(
+        self, src_cache: Handle, dst_cache: Handle, src_to_dst: Mapping[int, int]
+    ) -> None:
+        """Copy blocks between a host and a device cache; adjacent blocks are copied together.
+
+        Raises `AttributeError` for None.
+        """
+        if src_cache is None or dst_cache is None or src_to_dst is None:
+            raise AttributeError("swap_blocks() needs two caches and a dict, and got None")
+        source = self._entry("src_cache", src_cache, is_blocks=True)
+        target = self._entry("dst_cache", dst_cache, is_blocks=True)
+        checks.instance("src_to_dst", src_to_dst, dict)
+        if source.desc.placement is target.desc.placement:
+            raise LLMParamError(
+                "swap_blocks copies between host and device; both caches are"
+                f" {source.desc.placement.name} caches"
+            )
+        pairs = cache_layout.copied_blocks(source.desc, target.desc, list(src_to_dst.items()))
+        self._caches.copy(pairs, source, target)
+
+    def _entry(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
+        """Return the cache of an argument, which is used by blocks or by rows."""
+        entry = checks.instance(name, cache, self._handle).entry
+        if is_blocks and not entry.is_blocks:
+            raise LLMParamError(f"{name} is no blocks cache, and the call is for blocks")
+        if not is_blocks and entry.is_blocks and not entry.is_cpu_cache:
+            raise LLMParamError(f"{name} is a blocks cache, and the call is for rows")
+        return entry
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def _own_entry(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
+        """Return the cache of an argument, which peers copy from or to."""
+        self._caches.refuse_foreign(name, checks.instance(name, cache, self._handle).entry)
+        return self._entry(name, cache, is_blocks=is_blocks)
+
+    def _transfer(self, transfer: Transfer) -> None:
+        with self._links.call(transfer.key.cluster_id) as peer:
+            peer.transfer(transfer)
+
+    # --- layer by layer --------------------------------------------------------------------------
+
+    @manager_call(LLMRole.PROMPT)
+    def transfer_cache_async(
+        self,
+        src_cache: Handle,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[Config],
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Push a device cache layer by layer, each when its synchronizer allows; see `layers`.
+
+        Returns at once. Configurations are `TransferWithCacheKeyConfig` with
+        `enable_remote_cache_accessible`, otherwise `TransferConfig`. Blocks are sent to blocks. A
+        row is sent to a row, or to blocks of `dst_block_memory_size` bytes in each tensor. In the
+        first generation only a PROMPT may call it.
+        """
+        checks.instance("src_cache", src_cache, self._handle)
+        checks.instance("layer_synchronizer", layer_synchronizer, (LayerSynchronizer,))
+        given: list[Config] = checks.instances(
+            "transfer_configs", transfer_configs, (TransferConfig, TransferWithCacheKeyConfig)
+        )
+        entry = src_cache.entry
+        self._caches.refuse_foreign("src_cache", entry)
+        by_key = self._options.remembers_remote_caches
+        blocks = src_block_indices, dst_block_indices, dst_block_memory_size
+        sending = LayerPushes(self._links, entry, given, *blocks, by_key=by_key)
+        return self._sender.send(layer_synchronizer, sending.layers, sending.push_layer)
 
 
 class CacheManager(ManagerCalls[Cache]):
@@ -163,7 +321,8 @@ class CacheManager(ManagerCalls[Cache]):
         memory registered before the first link, otherwise false. Raises `LLM_PARAM_INVALID`, also
         if the process would have more than 240 registered addresses.
         """
-        return self._register(cache_desc, addrs, cache_keys, None, remote_accessible, False)
+        keys = checks.instances("cache_keys", cache_keys, CacheKey)
+        return self._register(cache_desc, addrs, keys, remote_accessible, is_blocks=False)
 
     @manager_call()
     def register_blocks_cache(
@@ -174,35 +333,28 @@ class CacheManager(ManagerCalls[Cache]):
         remote_accessible: bool | None = None,
     ) -> Cache:
         """Register a cache whose rows are blocks. Otherwise as `register_cache`."""
-        return self._register(cache_desc, addrs, (), blocks_cache_key, remote_accessible, True)
+        keys = keys_of_blocks(blocks_cache_key)
+        return self._register(cache_desc, addrs, keys, remote_accessible, is_blocks=True)
 
     def _register(
         self,
         desc: CacheDesc,
         addrs: Sequence[int],
-        keys: Sequence[CacheKey],
-        blocks_key: BlocksCacheKey | None,
+        keys: Keys,
         remote_accessible: bool | None,
+        *,
         is_blocks: bool,
     ) -> Cache:
         if desc is None or addrs is None:
             raise AttributeError("a cache needs a cache_desc and addrs, and got None")
         checks.instance("cache_desc", desc, CacheDesc)
         places = checks.integers("addrs", addrs, least=1)
-        found = checks.instances("cache_keys", keys, CacheKey)
-        model_id = model_of(blocks_key)
         if remote_accessible is None:
             is_late = self._links.has_linked
             remote_accessible = desc.placement is Placement.DEVICE and not is_late
         checks.instance("remote_accessible", remote_accessible, bool)
-        entry = Entry(
-            desc,
-            is_blocks,
-            addrs=(tuple(places),),
-            remote_accessible=remote_accessible,
-            model_id=model_id,
-        )
-        self._caches.register(entry, found)
+        entry = Entry(desc, is_blocks, addrs=(tuple(places),), remote_accessible=remote_accessible)
+        self._caches.register(entry, keys)
         try:
             if remote_accessible:
                 self._links.exposed.expose(entry)
@@ -256,7 +408,7 @@ class CacheManager(ManagerCalls[Cache]):
         self._refuse_consumed_key(cache_key)
         entry = self._own_entry("cache", cache, is_blocks=False)
         row = row_index("batch_index", entry.desc, batch_index)
-        self._transfer_row(cache_key, entry, layers, Part(row=row), size)
+        self._transfer(Transfer.of_row(cache_key, entry, layers, Part(row=row), size))
 
     @manager_call()
     def pull_blocks(
@@ -278,7 +430,7 @@ class CacheManager(ManagerCalls[Cache]):
         self._refuse_consumed_key(src_cache_key)
         of = () if src_blocks is None else src_blocks
         entry = self._own_entry("dst_cache", dst_cache, is_blocks=True)
-        self._transfer_blocks(src_cache_key, entry, layers, dst_blocks, of)
+        self._transfer(Transfer.of_blocks(src_cache_key, entry, layers, dst_blocks, of))
 
     @manager_call()
     def push_cache(
@@ -302,7 +454,7 @@ class CacheManager(ManagerCalls[Cache]):
             raise LLMParamError(f"size={size} is not accepted; push_cache copies whole rows: -1")
         entry = self._own_entry("src_cache", src_cache, is_blocks=False)
         row = row_index("src_batch_index", entry.desc, src_batch_index)
-        self._transfer_row(dst_cache_key, entry, layers, Part(row=row), is_push=True)
+        self._transfer(Transfer.of_row(dst_cache_key, entry, layers, Part(row=row), is_push=True))
 
     @manager_call()
     def push_blocks(
@@ -319,7 +471,9 @@ class CacheManager(ManagerCalls[Cache]):
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
         entry = self._own_entry("src_cache", src_cache, is_blocks=True)
-        self._transfer_blocks(dst_cache_key, entry, layers, src_blocks, dst_blocks, is_push=True)
+        self._transfer(
+            Transfer.of_blocks(dst_cache_key, entry, layers, src_blocks, dst_blocks, is_push=True)
+        )
 
     def _push_layers(self, source: object, target: object, tensors: object) -> LayerRanges:
         if not self._options.remembers_remote_caches:
@@ -338,3 +492,8 @@ class CacheManager(ManagerCalls[Cache]):
             raise LLMParamError(
                 "with enable_remote_cache_accessible a row is named by CacheKeyByIdAndIndex"
             )
+
+
+def keys_of_blocks(key: BlocksCacheKey | None) -> list[BlocksCacheKey]:
+    """Return the keys of a blocks cache with this optional argument. Raises `TypeError`."""
+    return [] if key is None else [checks.instance("blocks_cache_key", key, BlocksCacheKey)]

@@ -14,9 +14,11 @@ once for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import UNSET, UnsetType
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.descriptors import listen_addresses
@@ -208,7 +210,7 @@ class Options:
     device_pool: MemPool | None
     """None: device caches cannot be allocated."""
     host_pool: MemPool | None
-    tiers: tuple[BufferTier, ...]
+    tiers: Sequence[BufferTier]
     link_total_s: int
     link_rounds: int
 
@@ -246,7 +248,7 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
             "with enable_cache_manager a process has one device and one address; start a process"
             " for each device"
         )
-    most_bytes = None
+    most_bytes: int | UnsetType = UNSET
     if FLOW_GRAPH_KEY in options:
         part = found["mem_utilization"] or _OPTIONS["mem_utilization"].default
         given = _number(0, checks.MAX_UINT64)(FLOW_GRAPH_KEY, options[FLOW_GRAPH_KEY])

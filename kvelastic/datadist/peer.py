@@ -15,11 +15,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
 from kvelastic import _vmm
-from kvelastic.datadist import wire
+from kvelastic.datadist import checks, wire
 from kvelastic.datadist.cache_layout import LayerRanges, Part, Run, block_indices, pairs_merged
-from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.descriptors import BlocksCacheKey
-from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.descriptors import AnyKey, BlocksCacheKey
+from kvelastic.datadist.local_caches import Entry, LocalCaches
 from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
@@ -49,7 +48,7 @@ class Peer:
 
         The peer may have made it first.
         """
-        self.found: dict[tuple[wire.AnyKey, bool], wire.Cache] = {}
+        self.found: dict[tuple[AnyKey, bool], wire.Cache] = {}
         """Blocks caches found by key.
 
         A copy's claim names the cache, so a deallocated cache is never mistaken for another one.
@@ -133,7 +132,7 @@ class Transfer:
 
     def __init__(
         self,
-        key: wire.AnyKey,
+        key: AnyKey,
         own: Entry,
         layers: LayerRanges,
         ours: Part,
@@ -147,10 +146,52 @@ class Transfer:
         Raises `LLMParamError` for an invalid key, and if `ours` is not in the local cache.
         """
         self.key, self.own, self.is_push = key, own, is_push
-        self.find: Final = wire.Find.of(key, is_write=is_push)
+        self.find: Final = wire.Find(*key.index, is_push)
         self._layers, self._ours, self._theirs, self._size = layers, ours, theirs, size
         self._tensors = layers.tensors(own.desc, of_source=is_push)
         self._our_runs = ours.runs(own.desc, self._tensors, size, theirs)
+
+    @classmethod
+    def of_row(
+        cls,
+        key: AnyKey,
+        own: Entry,
+        layers: LayerRanges,
+        ours: Part,
+        size: int = -1,
+        their_offset: int = 0,
+        *,
+        is_push: bool = False,
+    ) -> Transfer:
+        """Copy `size` bytes between a local row and the row of a key; -1: to the row's end."""
+        size = own.desc.row_bytes - ours.offset if size == -1 else size
+        return cls(key, own, layers, ours, Part(offset=their_offset), size, is_push=is_push)
+
+    @classmethod
+    def of_blocks(
+        cls,
+        key: AnyKey,
+        own: Entry,
+        layers: LayerRanges,
+        our_blocks: Sequence[int],
+        their_blocks: Sequence[int],
+        *,
+        is_push: bool = False,
+    ) -> Transfer:
+        """Copy between local blocks and the blocks of a key, or the row of another key."""
+        our_name, their_name = ("src_blocks", "dst_blocks")[:: 1 if is_push else -1]
+        ours = block_indices(our_name, own.desc, our_blocks)
+        theirs = checks.integers(
+            their_name, their_blocks, most=checks.MAX_UINT32, empty=not is_push
+        )
+        is_blocks = isinstance(key, BlocksCacheKey)
+        if len(theirs) != (len(ours) if is_blocks else 0):
+            raise LLMParamError(
+                f"{len(ours)} {our_name} and {len(theirs)} {their_name} are given; give as"
+                " many, and src_blocks for a BlocksCacheKey only"
+            )
+        parts = Part(ours), Part(theirs if is_blocks else None)
+        return cls(key, own, layers, *parts, own.desc.row_bytes, is_push=is_push)
 
     def tensors_of(self, found: wire.Cache) -> range:
         """Return the peer's tensors. Raises `LLMParamError` unless they are as many as the own."""

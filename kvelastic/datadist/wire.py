@@ -14,48 +14,27 @@ Every field is bounded; decoding raises `MessageError` for a value that does not
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from kvelastic.datadist.descriptors import (
-    MAX_TENSORS,
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-)
+from kvelastic.datadist.descriptors import MAX_TENSORS, CacheDesc
 from kvelastic.errors import MessageError
 from kvelastic.messages import Message, Protocol
 
 MAX_DEVICES: Final = 64
-
-AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 Uint64 = Annotated[int, Meta(ge=0)]
 """An unsigned integer; msgspec refuses integers over 64 bits."""
 
 
 class Find(Message):
-    """Asks for the cache of a key, without its cluster.
-
-    Of a `CacheKey`, value and detail are its id and model; of a `CacheKeyByIdAndIndex`, cache and
-    row; of a `BlocksCacheKey`, the model and 0.
-    """
+    """Asks for the cache of a key: the fields of its `Index`, and whether to write to the cache."""
 
     kind: Literal["request", "prefix", "row", "blocks"]
     value: Uint64
     detail: Uint64
     is_write: bool
-
-    @classmethod
-    def of(cls, key: AnyKey, *, is_write: bool) -> Find:
-        """Ask for the cache of `key`."""
-        if isinstance(key, CacheKey):
-            return cls(*key.index, is_write)
-        if isinstance(key, CacheKeyByIdAndIndex):
-            return cls("row", key.cache_id, key.batch_index, is_write)
-        return cls("blocks", key.model_id, 0, is_write)
 
 
 class Moved(Message):

@@ -73,7 +73,7 @@ class ChaoticCluster:
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
         self.datadist.init(config.generate_options())
         self.manager = self.datadist.cache_manager
-        self.pools = [memory.pool for memory in self.manager._caches.pools()]
+        self.pools = [memory.pool for memory in self.manager._caches.pools]
         self.lock = threading.Lock()
         self.last_stamp = (cluster_id % 1000 << 48) + (os.getpid() << 24)
         self.last_model = 0

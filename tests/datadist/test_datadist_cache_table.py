@@ -84,11 +84,11 @@ class References(RuleBasedStateMachine):
         """As a peer that has pulled some layers of a key says."""
         if request not in self.places:
             with pytest.raises(LLMException) as failed:
-                self.caches.of_row(CacheKey(1, request).index)
+                self.caches.of_key(CacheKey(1, request).index)
             assert failed.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             return
         cache_id, row = self.places[request]
-        entry, found = self.caches.of_row(CacheKey(1, request).index)
+        entry, found = self.caches.of_key(CacheKey(1, request).index)
         assert (entry.cache_id, found) == (cache_id, row)
         self.caches.moved(cache_id, row, sorted(tensors))
         left = self.rows[cache_id][request]
@@ -124,7 +124,7 @@ class References(RuleBasedStateMachine):
     def agrees(self) -> None:
         References.steps += 1
         self.caches.check_integrity()
-        (memory,) = self.caches.pools()
+        (memory,) = self.caches.pools
         used = memory.pool.blocks.stats()["blocks_used"]
         assert used == len(self.alive()) * PAGES_EACH
 
@@ -134,7 +134,7 @@ def test_unknown_tensor_indices_consume_no_key() -> None:
     manager, caches = local_manager(second_options(POOL_PAGES * 2 * MIB))
     cache = manager.allocate_cache(DESC, [CacheKey(1, 7)])
     caches.moved(cache.cache_id, 0, range(TENSORS, 1 << 16))
-    entry, _ = caches.of_row(CacheKey(1, 7).index)
+    entry, _ = caches.of_key(CacheKey(1, 7).index)
     assert not any(entry.moved.values())
     caches.moved(cache.cache_id, 0, range(1 << 16))
     assert not entry.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import UNSET
 
 from kvelastic.datadist import LLMConfig, LLMRole
 from kvelastic.datadist.memory_config import (
@@ -123,7 +124,7 @@ def test_options_default_to_the_first_generation():
     assert read.device_pool == MemPool(950)
     assert read.host_pool is None
     assert read.sync_kv_timeout_s == 1
-    assert read_options(options(), LLMRole.DECODER).device_pool == MemPool(None)
+    assert read_options(options(), LLMRole.DECODER).device_pool == MemPool(UNSET)
     half = options(mem_utilization=0.5, ge_options={"ge.flowGraphMemMaxSize": "1000"})
     assert read_options(half, LLMRole.DECODER).device_pool == MemPool(500)
     assert read_options(options(device_id=[0, 3]), LLMRole.DECODER).device_ids == (0, 3)
@@ -143,8 +144,8 @@ def test_the_second_generation():
     assert read.remembers_remote_caches
     assert (read.link_total_s, read.link_rounds) == (120, 1)
     pools = options(enable_cache_manager=True, mem_pool_cfg=POOL, host_mem_pool_cfg=POOL)
-    assert read_options(pools, LLMRole.MIX).device_pool == MemPool(1 << 20, 1 << 12)
-    assert read_options(pools, LLMRole.MIX).host_pool == MemPool(1 << 20, 1 << 12)
+    assert read_options(pools, LLMRole.MIX).device_pool == MemPool(1 << 20, 12)
+    assert read_options(pools, LLMRole.MIX).host_pool == MemPool(1 << 20, 12)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_options_are_text():
 
 
 def test_pools_and_size_classes():
-    assert parse_mem_pool("mem_pool_cfg", '{"memory_size": 5}') == MemPool(5, 1 << 16)
+    assert parse_mem_pool("mem_pool_cfg", '{"memory_size": 5}') == MemPool(5, 16)
     two = {
         "buf_cfg": [
             {"total_size": 2 << 20, "blk_size": 256, "max_buf_size": 4096},
@@ -186,7 +187,7 @@ def test_pools_and_size_classes():
         ]
     }
     tiers = parse_buffer_tiers("buf_pool_cfg", json.dumps(two))
-    assert tiers == (BufferTier(256, 4096), BufferTier(65536, 1 << 20))
+    assert tiers == [BufferTier(2 << 20, 256, 4096), BufferTier(4 << 20, 65536, 1 << 20)]
     assert [alignment_of(tiers, size) for size in (1, 4096, 4097, 1 << 20, (1 << 20) + 1)] == [
         256, 256, 65536, 65536, None,
     ]  # fmt: skip

@@ -193,7 +193,7 @@ def test_allocation_needs_a_pool_and_respects_its_size():
 
 def test_limit_and_sleep_apply_to_the_pool():
     manager, caches = local_manager(second_options(16 * MIB))
-    (memory,) = caches.pools()
+    (memory,) = caches.pools
     cache = manager.allocate_cache(CacheDesc(1, [4 * MIB], DataType.DT_INT8))
     memory.pool.blocks.set_limit(6 * MIB)
     assert status(manager.allocate_cache, desc()) is S.LLM_OUT_OF_MEMORY
@@ -297,7 +297,7 @@ def first():
 
 
 def test_deleted_handle_drops_its_reference(first):
-    (memory,) = first.caches.pools()
+    (memory,) = first.caches.pools
     cache = first.allocate_cache(desc())
     keyed = first.allocate_cache(desc(), [CacheKey(1, 1)])
     assert memory.pool.blocks.stats()["blocks_used"] == 2
@@ -314,7 +314,7 @@ def test_handle_deleted_during_a_call_is_freed_later(first):
     with first.caches._lock:
         del cache
         gc.collect()
-    (memory,) = first.caches.pools()
+    (memory,) = first.caches.pools
     assert memory.pool.blocks.stats()["blocks_used"] == 1
     other = first.allocate_cache(desc())
     assert memory.pool.blocks.stats()["blocks_used"] == 1

@@ -213,6 +213,8 @@ OURS = {
     "CacheTask": {"note", "end"},
     "CacheDesc": {"row_bytes"},
     "CacheKey": {"is_placeholder", "index"},
+    "CacheKeyByIdAndIndex": {"index"},
+    "BlocksCacheKey": {"is_placeholder", "index"},
     "LLMStatusCode": {"is_recoverable"},
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_pull_consumes_the_key(pair):
     assert two.status("manager.pull_cache(CacheKey(1, 8), cache)") == "LLM_KV_CACHE_NOT_EXIST"
     assert two.status("manager.pull_cache(CacheKey(1, 7), cache, 0, 8)") == "LLM_SUCCESS"
     assert two("read(cache, 1, 0, 9)") == [16] * 8 + [0]
-    assert one("manager._caches.pools()[0].pool.blocks.stats()['blocks_used']") == 0
+    assert one("list(manager._caches.pools)[0].pool.blocks.stats()['blocks_used']") == 0
 
 
 def test_pulling_all_layers_consumes_the_key(pair):
@@ -372,7 +372,7 @@ def test_killed_peer_breaks_link_and_releases_pins(pair):
     wait_until(lambda: one("datadist._links._peers[2].broken is not None"))
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_LINK_FAILED"
     assert one("len(datadist._links._node.leases)") == 0
-    assert one("len(manager._caches.pools()[0].pool.blocks.pinned())") == 0
+    assert one("len(list(manager._caches.pools)[0].pool.blocks.pinned())") == 0
     assert one("datadist.unlink_clusters([cluster(2, 1)])[0].name") == "LLM_SUCCESS"
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_NOT_YET_LINK"
     with second(2) as again:

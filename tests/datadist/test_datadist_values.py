@@ -28,7 +28,7 @@ from kvelastic.datadist import (
     TransferWithCacheKeyConfig,
 )
 from kvelastic.datadist.cache_layout import Run, pairs_merged, row_as_blocks
-from kvelastic.datadist.enums import item_bytes
+from kvelastic.datadist.descriptors import item_bytes
 from kvelastic.datadist.group_links import parse_group
 from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import (
@@ -170,13 +170,13 @@ def table(*servers: tuple[str, tuple[int, ...]]) -> str:
 def test_rank_table_is_parsed_into_a_group():
     here = table(("node-7", (0, 1)))
     group = parse_group(2, "pd", {1: 0, 2: 1}, here)
-    assert (group.own.rank, group.own.host) == (1, None)
-    assert [(one.cluster_id, one.rank, one.host) for one in group.others] == [(1, 0, None)]
+    assert (group.cluster_id, group.ranks, group.elsewhere) == (2, {1: 0, 2: 1}, [])
+    assert group.others == {1}
     assert group.token == parse_group(1, "pd", {2: 1, 1: 0}, here).token
     assert group.token != parse_group(1, "dp", {2: 1, 1: 0}, here).token
     apart = table(("10.0.0.1", (0,)), ("10.0.0.2", (1, 2)))
     group = parse_group(3, "pd", {1: 0, 3: 1, 2: 2}, apart)
-    assert [(one.cluster_id, one.host) for one in group.others] == [(1, "10.0.0.1"), (2, None)]
+    assert (group.others, group.elsewhere) == ({1, 2}, [1])
 
 
 @pytest.mark.parametrize(

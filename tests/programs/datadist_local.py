@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 
 from kvelastic.config import load
-from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.exposed import Exposed
+from kvelastic.datadist.first_generation import KvCacheManager
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.managers import CacheManager, KvCacheManager
+from kvelastic.datadist.local_caches import Entry, LocalCaches
+from kvelastic.datadist.managers import CacheManager
 from kvelastic.datadist.options import Options, read_options
 from kvelastic.datadist.status import LLMException, LLMStatusCode
 

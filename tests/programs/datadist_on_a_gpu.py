@@ -48,7 +48,7 @@ def got(gpu: Gpu, cache: CacheHandle, tensor: int, size: int) -> bytes:
 def case_deallocated_memory_is_released() -> None:
     """By a limit, by trim and at the end."""
     manager, caches = opened()
-    blocks = caches.pools()[0].pool.blocks
+    blocks = next(iter(caches.pools)).pool.blocks
     for give in (lambda: blocks.set_limit(4 * MIB), blocks.trim):
         blocks.set_limit(POOL)
         cache = manager.allocate_cache(desc(row=8 * MIB // 4))
@@ -64,7 +64,7 @@ def case_page_stays_until_its_kernel_ends() -> None:
     """A kernel of the default stream still reads a cache that is deallocated."""
     gpu = Gpu()
     manager, caches = opened()
-    blocks = caches.pools()[0].pool.blocks
+    blocks = next(iter(caches.pools)).pool.blocks
     cache = manager.allocate_cache(desc(row=8 * MIB // 4))
     default = 0
     gpu.hold(default)
