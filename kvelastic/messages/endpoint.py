@@ -26,6 +26,7 @@ from math import inf
 from typing import Final
 
 from kvelastic.address import Address
+from kvelastic.closing import Closing
 from kvelastic.errors import (
     AccessDeniedError,
     ChannelClosedError,
@@ -119,7 +120,7 @@ class _Guest(Newcomer):
         self.socket.close()
 
 
-class Endpoint:
+class Endpoint(Closing):
     """Listens, connects, and calls `handle` for requests in its own thread.
 
     `close()` it, or use it as a context manager.
@@ -271,12 +272,6 @@ class Endpoint:
         self.run_soon(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- the endpoint's thread -----------------------------------------------------------------
 

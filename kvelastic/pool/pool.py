@@ -18,6 +18,7 @@ from typing import TypeAlias
 from weakref import WeakSet
 
 from kvelastic import _vmm
+from kvelastic.closing import Closing
 from kvelastic.config import Config
 from kvelastic.device.selection import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
@@ -55,7 +56,7 @@ def local_range(device: Device, *, guard_pages: bool = False) -> MemoryMaker:
     return lambda _, geometry: reserve_range(device.driver(), geometry, guard_pages=guard_pages)
 
 
-class ElasticPool:
+class ElasticPool(Closing):
     """An open pool, returned by `open_pool`. Call `close()`, or use it as a context manager."""
 
     def __init__(
@@ -174,12 +175,6 @@ class ElasticPool:
             own.linger()
         else:
             self._joined.close()
-
-    def __enter__(self) -> ElasticPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def pool_at(address: int) -> ElasticPool | None:

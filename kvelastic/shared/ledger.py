@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvelastic import _vmm
+from kvelastic.closing import Closing
 from kvelastic.errors import (
     LedgerError,
     LedgerForeignError,
@@ -72,7 +73,7 @@ def ledger_path(group: str, device: str) -> Path:
     return SHM_DIR / f"{_PREFIX}{group}_{re.sub(r'[^A-Za-z0-9-]', '-', device)}"
 
 
-class JoinedLedger:
+class JoinedLedger(Closing):
     """This process's membership of a ledger. Close it, or use it as a context manager.
 
     `member` is the argument for a native pool. Closing releases everything granted; do not use the
@@ -118,12 +119,6 @@ class JoinedLedger:
             self._closed = True
             atexit.unregister(self._close_at_exit)
             os.close(self._fd)
-
-    def __enter__(self) -> JoinedLedger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def join(

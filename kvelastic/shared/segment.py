@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from kvelastic import _vmm
+from kvelastic.closing import Closing
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentDeadError,
@@ -140,7 +141,7 @@ class Ack:
         return self.state != "none" and self.revision == self.requested_revision
 
 
-class Segment:
+class Segment(Closing):
     """An open segment; `control_block` is its mapped control block. Close it, or use `with`.
 
     The process that created the segment removes its name in `close()` or at exit. Every other
@@ -223,12 +224,6 @@ class Segment:
     def _unlink_own(self) -> None:
         with suppress(OSError), locked(self._fd, self.name, 0.0, fail=False):
             unlink_own(self.path, self._fd)
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # ------------------------------------------------------------------------------------- instances
@@ -464,7 +459,7 @@ def _map(fd: int, name: str, protection: int) -> mmap.mmap:
         raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
-class Requested:
+class Requested(Closing):
     """A posted request whose result can be awaited. Use it from one thread at a time.
 
     Returned by `post`. Close it, or use it as a context manager.
@@ -501,12 +496,6 @@ class Requested:
     def close(self) -> None:
         """Close the segment; the request remains in force. Idempotent."""
         self._segment.close()
-
-    def __enter__(self) -> Requested:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def post(name: str, request: Request, lock_wait_s: float = LOCK_WAIT_S) -> Requested:

@@ -44,6 +44,7 @@ import msgspec
 from msgspec import Meta
 
 from kvelastic import _vmm
+from kvelastic.closing import Closing
 from kvelastic.errors import (
     SegmentBusyError,
     SegmentDeadError,
@@ -443,7 +444,7 @@ def check_alive(fd: int, subject: str, consequence: str) -> None:
         raise SegmentDeadError(f"the {subject} have ended; {consequence}")
 
 
-class Asked(Generic[_A]):
+class Asked(Closing, Generic[_A]):
     """A written request whose result can be awaited. Use it from one thread at a time."""
 
     def __init__(
@@ -490,12 +491,6 @@ class Asked(Generic[_A]):
         if fd >= 0:
             self._bells.close()
             os.close(fd)
-
-    def __enter__(self) -> Asked[_A]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def post(

@@ -9,11 +9,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, TypeAlias
+from typing import Final
 
-from kvelastic.errors import AccessDeniedError, ChannelError
+from kvelastic.closing import Closing
+from kvelastic.errors import (
+    AccessDeniedError,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+)
 from kvelastic.messages import Address, Connection
 from kvelastic.messages.newcomers import Door, Newcomer
 from kvelastic.messages.sockets import ListeningSocket
@@ -21,9 +28,6 @@ from kvelastic.transfer.wire import TOKEN_BYTES
 
 _TOKEN_S: Final = 1.0
 _MOST_UNAUTHENTICATED: Final = 32
-
-Arrived: TypeAlias = "SimpleQueue[socket.socket | None]"
-"""Receives the stream with the expected token; None if its link has ended."""
 
 
 def _first_free(host: str, ports: tuple[int, int]) -> ListeningSocket:
@@ -43,43 +47,68 @@ class DataPort:
         Raises `ChannelError` if none is free.
         """
         self._lock = threading.Lock()
-        self._awaited: dict[bytes, tuple[Connection, Arrived]] = {}
+        self._awaited: dict[bytes, Incoming] = {}
         self.door: Final = Door(
             _first_free(host, ports), _MOST_UNAUTHENTICATED, partial(_Token, self)
         )
 
-    def expect(self, connection: Connection, token: bytes) -> Arrived:
-        """Accept one stream with this token of a link from now on. Call `forget` afterwards."""
-        arrived: Arrived = SimpleQueue()
+    def expect(self, connection: Connection, token: bytes) -> Incoming:
+        """Accept one stream with this token of a link from now on. Close the result."""
+        incoming = Incoming(self, connection, token)
         with self._lock:
-            self._awaited[token] = connection, arrived
-        return arrived
+            self._awaited[token] = incoming
+        return incoming
 
-    def forget(self, token: bytes, arrived: Arrived) -> None:
-        """Stop accepting the token; close a stream that has already arrived. Idempotent."""
+    def forget(self, token: bytes) -> None:
+        """Stop accepting a token. Idempotent."""
         with self._lock:
             self._awaited.pop(token, None)
-        with contextlib.suppress(Empty):
-            while True:
-                stream = arrived.get_nowait()
-                if stream is not None:
-                    stream.close()
 
     def end_of(self, connection: Connection) -> None:
         """Wake the threads that wait for a stream of an ended link."""
         with self._lock:
-            for its, arrived in self._awaited.values():
-                if its is connection:
-                    arrived.put(None)
+            for incoming in self._awaited.values():
+                if incoming.connection is connection:
+                    incoming.arrived.put(None)
 
     def hand_over(self, token: bytes, stream: socket.socket) -> None:
         """Give a stream to the thread that expects its token, or close it."""
-        with self._lock:  # so that `forget` finds every stream that has arrived
-            _, arrived = self._awaited.pop(token, (None, None))
-            if arrived is not None:
-                arrived.put(stream)
+        with self._lock:  # so that `Incoming.close` finds every stream that has arrived
+            incoming = self._awaited.pop(token, None)
+            if incoming is not None:
+                incoming.arrived.put(stream)
                 return
         stream.close()
+
+
+class Incoming(Closing):
+    """A stream that a peer opens with a token, made by `DataPort.expect`. `close()` it."""
+
+    def __init__(self, port: DataPort, connection: Connection, token: bytes) -> None:
+        self.connection: Final = connection
+        self.arrived: Final[SimpleQueue[socket.socket | None]] = SimpleQueue()
+        """Receives the stream; None if the link has ended."""
+        self._port = port
+        self._token = token
+
+    def wait(self, deadline_s: float) -> socket.socket:
+        """Return the stream. Blocks. Raises `ChannelTimeoutError`, `ChannelClosedError`."""
+        try:
+            stream = self.arrived.get(timeout=max(deadline_s - time.monotonic(), 0))
+        except Empty:
+            raise ChannelTimeoutError("the peer's data stream has not come in time") from None
+        if stream is None:
+            raise ChannelClosedError("the link ended before the peer's data stream came")
+        return stream
+
+    def close(self) -> None:
+        """Stop accepting the stream; close it if it came and nothing took it. Idempotent."""
+        self._port.forget(self._token)
+        with contextlib.suppress(Empty):
+            while True:
+                stream = self.arrived.get_nowait()
+                if stream is not None:
+                    stream.close()
 
 
 class _Token(Newcomer):

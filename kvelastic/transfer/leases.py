@@ -266,19 +266,19 @@ class Leases:
             raise
         return lease
 
-    def lend(self, owner: object, packed: bytes, deadline_s: float) -> Lease:
-        """Create a lease of memory that the caller keeps valid until `end`.
+    @contextlib.contextmanager
+    def lent(self, owner: object, packed: bytes, deadline_s: float) -> Iterator[int]:
+        """Yield the number of a lease of memory that the caller keeps valid in this context.
 
         Raises `TransferBusyError`.
         """
         lease = Lease(next(self._numbers), owner, deadline_s)
         lease.pieces = packed
         self._put(lease)
-        return lease
-
-    def end(self, lease: Lease) -> None:
-        """End the lease if it is still in force."""
-        self._take(lambda other: other is lease)
+        try:
+            yield lease.number
+        finally:
+            self._take(lambda other: other is lease)
 
     def _put(self, lease: Lease) -> None:
         with self._lock:

@@ -233,7 +233,7 @@ class Link:
     def _push_once(self, ours: bytes, targets: bytes, claim: bytes, deadline_s: float) -> None:
         # This side pins nothing, because the caller keeps the sources valid until this returns. The
         # lease ends before that, so a peer that reads later learns that its copy is lost.
-        with self._node.lent(self, ours, deadline_s) as lease:
+        with self._node.leases.lent(self.connection, ours, deadline_s) as lease:
             push = Push(lease, ours, targets, claim, _left_ms(deadline_s))
             self._call(push, Done, _left_s(deadline_s))
 

@@ -11,13 +11,14 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakSet
 
 from kvelastic import _vmm
+from kvelastic.closing import Closing
 from kvelastic.errors import (
     ChannelClosedError,
     ConfigError,
@@ -101,7 +102,7 @@ Raises to refuse the copy.
 """
 
 
-class Node:
+class Node(Closing):
     """A node of the transfer network. Thread-safe. `close()` it, or use it as a context manager."""
 
     def __init__(
@@ -470,7 +471,7 @@ class Node:
             raise TransferError("there is no such lease, or its bytes have been sent already")
         # Stop with the lease, so that a peer that does not read cannot block the sender.
         deadline_s = min(time.monotonic() + send.timeout_ms / 1000, lease.deadline_s)
-        carrier: Carrier = passed_stream(request.take_descriptors())
+        carrier: Carrier | None = passed_stream(request.take_descriptors())
         if carrier is None and link.connection.peer.uid is not None:
             raise TransferError("a stream on this host is a socket that is passed")
         if carrier is None and not link.is_client:
@@ -482,16 +483,20 @@ class Node:
             except (KvelasticError, OSError) as error:
                 _log.info("a copy for node %d was not sent: %s", link.peer_id, error)
 
-        def abandon_if_cancelled(sent: Future[None]) -> None:
+        def close_if_cancelled(sent: Future[None]) -> None:
             if sent.cancelled():
-                self.streams.abandon(send.token, carrier)
+                close()
+
+        def close() -> None:
+            if carrier is not None:
+                carrier.close()  # its end notifies the peer
 
         try:
             lease.sent = submit(link.threads.sends, work)
         except KvelasticError:
-            self.streams.abandon(send.token, carrier)
+            close()
             raise
-        lease.sent.add_done_callback(abandon_if_cancelled)
+        lease.sent.add_done_callback(close_if_cancelled)
         request.answer(Done())
 
     def _pushed(self, link: Link, push: Push, deadline_s: float) -> Done:
@@ -514,15 +519,6 @@ class Node:
             link.settle(push.lease, checksum, deadline_s)
             link.count("peer_pushed_bytes", size_bytes)
         return Done()
-
-    @contextlib.contextmanager
-    def lent(self, link: Link, packed: bytes, deadline_s: float) -> Iterator[int]:
-        """Yield a lease of the caller's own memory while the block runs; called by `Link`."""
-        lease = self.leases.lend(link.connection, packed, deadline_s)
-        try:
-            yield lease.number
-        finally:
-            self.leases.end(lease)
 
     def _set_timer(self) -> None:
         """Start the timer that expires leases. One timer serves every lease."""
@@ -558,12 +554,6 @@ class Node:
         """Raise `IntegrityError` or AssertionError if the tables are inconsistent."""
         self.ranges.check_integrity()
         self.leases.check_integrity()
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _serve(threads: ThreadPoolExecutor, request: Request, serve: Callable[[], Message]) -> None:

@@ -18,30 +18,27 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from queue import Empty
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvelastic import _vmm
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
-    ChannelTimeoutError,
     TransferError,
 )
 from kvelastic.messages import Address, Connection
 from kvelastic.messages.forked import drop_in_children
 from kvelastic.messages.newcomers import Door
 from kvelastic.messages.sockets import connect_socket
-from kvelastic.transfer.data_port import Arrived, DataPort
+from kvelastic.transfer.data_port import DataPort, Incoming
 from kvelastic.transfer.leases import Lease
 from kvelastic.transfer.wire import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
 
-Carrier: TypeAlias = "socket.socket | Arrived | None"
-"""How a copy's bytes are sent: a socket that the peer passed, a queue that will receive the
-expected socket, or None if this side connects."""
+Carrier: TypeAlias = socket.socket | Incoming
+"""What carries a copy's bytes: a stream that the peer passed, or one that it opens."""
 
 
 class Streams:
@@ -74,12 +71,9 @@ class Streams:
         if link.is_client:
             link.ask_to_send(lease, token, deadline_s)
             return self._take(link, _connect(link, token, deadline_s), ours, deadline_s)
-        arrived = self.expect(link, token)
-        try:
+        with self.expect(link, token) as incoming:
             link.ask_to_send(lease, token, deadline_s)
-            return self._take(link, _wait(arrived, deadline_s), ours, deadline_s)
-        finally:
-            self.forget(token, arrived)
+            return self._take(link, incoming.wait(deadline_s), ours, deadline_s)
 
     def _receive_here(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
         try:
@@ -104,25 +98,18 @@ class Streams:
         link: Link,
         lease: Lease,
         token: bytes,
-        carrier: Carrier,
+        carrier: Carrier | None,
         deadline_s: float,
     ) -> None:
-        """Send the bytes under a lease. Blocks.
+        """Send the bytes under a lease, and close the carrier. Blocks. None: connect to the peer.
 
         If sending fails, the end of the stream notifies the peer.
         """
-        if isinstance(carrier, socket.socket):
-            stream = carrier
-        elif carrier is None:
-            stream = _connect(link, token, deadline_s)
-        else:
-            try:
-                stream = _wait(carrier, deadline_s)
-            finally:
-                self.forget(token, carrier)
-        with self._carrying(link, stream):
-            left_s = deadline_s - time.monotonic()
-            lease.checksum = _vmm.send_pieces(stream.fileno(), lease.pieces, left_s)
+        with carrier or _connect(link, token, deadline_s) as opened:
+            stream = opened.wait(deadline_s) if isinstance(opened, Incoming) else opened
+            with self._carrying(link, stream):
+                left_s = deadline_s - time.monotonic()
+                lease.checksum = _vmm.send_pieces(stream.fileno(), lease.pieces, left_s)
 
     @contextlib.contextmanager
     def _carrying(self, link: Link, stream: socket.socket) -> Iterator[None]:
@@ -150,30 +137,17 @@ class Streams:
         if self._port is not None:
             self._port.end_of(connection)
 
-    def expect(self, link: Link, token: bytes) -> Arrived:
-        """Accept one stream with this token from now on, until the link ends.
+    def expect(self, link: Link, token: bytes) -> Incoming:
+        """Accept one stream with this token from now on, until the link ends. Close the result.
 
-        Call `send`, `forget` or `abandon` afterwards. Raises `TransferError` if this node has no
-        data port.
+        Raises `TransferError` if this node has no data port.
         """
         if self._port is None:
             raise TransferError("this node takes no data streams")
-        arrived = self._port.expect(link.connection, token)
+        incoming = self._port.expect(link.connection, token)
         if not link.is_open:  # it ended before the token was in the table
-            arrived.put(None)
-        return arrived
-
-    def forget(self, token: bytes, arrived: Arrived) -> None:
-        """Stop accepting a stream with this token. Idempotent."""
-        if self._port is not None:
-            self._port.forget(token, arrived)
-
-    def abandon(self, token: bytes, carrier: Carrier) -> None:
-        """Close the stream without sending, instead of `send`; its end notifies the peer."""
-        if isinstance(carrier, socket.socket):
-            carrier.close()
-        elif carrier is not None:
-            self.forget(token, carrier)
+            incoming.arrived.put(None)
+        return incoming
 
 
 def passed_stream(descriptors: tuple[int, ...]) -> socket.socket | None:
@@ -211,14 +185,4 @@ def _connect(link: Link, token: bytes, deadline_s: float) -> socket.socket:
     except OSError as error:
         stream.close()
         raise ChannelClosedError(f"the stream to {address} has ended: {error}") from error
-    return stream
-
-
-def _wait(arrived: Arrived, deadline_s: float) -> socket.socket:
-    try:
-        stream = arrived.get(timeout=max(deadline_s - time.monotonic(), 0))
-    except Empty:
-        raise ChannelTimeoutError("the peer's data stream has not come in time") from None
-    if stream is None:
-        raise ChannelClosedError("the link ended before the peer's data stream came")
     return stream
