@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from kvelastic.address import Address
 from kvelastic.errors import ChannelClosedError, ChannelError
+from kvelastic.file_lock import lock_within
 
 _BACKLOG: Final = 128
 _FOLDER_WAIT_S: Final = 2.0
@@ -101,17 +100,8 @@ def remove_if_dead(path: Path) -> None:
 def _locked_folder(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _FOLDER_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ChannelError(
-                        f"another process holds a lock of {folder}; choose another folder"
-                    ) from error
-                time.sleep(0.01)
+        if not lock_within(fd, _FOLDER_WAIT_S):
+            raise ChannelError(f"another process holds a lock of {folder}; choose another folder")
         yield
     finally:
         os.close(fd)

@@ -265,8 +265,6 @@ def _create(
         # The lock is taken before the file gets its real name, so that no process sees a live
         # instance's segment without it. `SCHEDULER_BYTE` is `MAKER_BYTE`.
         fd, lock = make_file(temporary, _vmm.SEGMENT_BYTES)
-    except FileNotFoundError:
-        raise
     except (OSError, SegmentError) as error:
         raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
     try:

@@ -16,7 +16,6 @@ import mmap
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
     is_out_of_descriptors,
 )
+from kvelastic.file_lock import lock_within
 from kvelastic.shared.liveness import (
     MAKER_BYTE,
     SCHEDULER_BYTE,
@@ -46,6 +46,7 @@ LOCK_WAIT_S: Final = 1.0
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAKE_TRIES: Final = 100
 _MAKE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
@@ -168,13 +169,18 @@ def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | Non
     """Create a file that only this user can access, and lock its `MAKER_BYTE`.
 
     Returns its descriptor and the lock (see `liveness.hold`). After an error there is no file.
-    Raises `FileNotFoundError` if `reap` removed the file before it was locked: start again. Raises
-    `OSError` or `SegmentError` if the system refuses.
+    Raises `OSError` or `SegmentError` if the system refuses.
     """
-    try:
-        fd = os.open(path, _MAKE_FLAGS, 0o600)
-    except FileNotFoundError as error:
-        raise SegmentError(f"there is no {path.parent}") from error
+    for _ in range(_MAKE_TRIES):
+        made = _make_file(path, size_bytes)
+        if made is not None:
+            return made
+    raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
+
+
+def _make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | None] | None:
+    """Make the file; return None if `reap` removed it before it was locked."""
+    fd = os.open(path, _MAKE_FLAGS, 0o600)
     lock: _vmm.LivenessLock | None = None
     try:
         os.fchmod(fd, 0o600)  # regardless of the umask
@@ -190,7 +196,7 @@ def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | Non
             lock.release()
         os.close(fd)
         if is_reaped and isinstance(error, (OSError, SegmentError)):
-            raise FileNotFoundError(path) from error
+            return None
         raise
     return fd, lock
 
@@ -426,25 +432,14 @@ def locked(fd: int, name: str, timeout_s: float, *, fail: bool = True) -> Iterat
     Blocks for at most `timeout_s` seconds. Then raises `SegmentBusyError`, or continues without the
     lock if `fail` is False.
     """
-    deadline = time.monotonic() + timeout_s
-    held = True
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.002)  # flock has no timeout
-                continue
-            if fail:
-                raise SegmentBusyError(
-                    f"another process has held the lock of {name!r} for {timeout_s:g} s"
-                    " (a kvctl that was stopped?)"
-                ) from None
-            held = False
-            break
+    is_held = lock_within(fd, timeout_s)
+    if not is_held and fail:
+        raise SegmentBusyError(
+            f"another process has held the lock of {name!r} for {timeout_s:g} s"
+            " (a kvctl that was stopped?)"
+        )
     try:
         yield
     finally:
-        if held:
+        if is_held:
             fcntl.flock(fd, fcntl.LOCK_UN)

@@ -78,7 +78,6 @@ _REQUEST_BELL, _ANSWER_BELL = 64, 128
 _CELL: Final = struct.Struct("<QI")
 _SUM: Final = struct.Struct("<I")
 _OTHERS: Final = 0o077
-_MAKE_TRIES: Final = 100
 _READ_TRIES: Final = 100
 _DEATH_CHECK_S: Final = 0.25
 
@@ -211,11 +210,19 @@ class StatusFile(Generic[_S, _Q, _A]):
     def create(name: str, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A]:
         """Create the file. Raises `SegmentError` if the system refuses or the file exists."""
         path = SHM_DIR / name
-        for _ in range(_MAKE_TRIES):
-            file = _make(path, kind)
-            if file is not None:
-                return file
-        raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
+        try:
+            fd, lock = make_file(path, kind.file_bytes)
+        except (OSError, SegmentError) as error:
+            raise SegmentError(f"cannot make {path}: {error}") from error
+        try:
+            os.pwrite(fd, kind.header, 0)
+            return StatusFile(path, fd, kind, _bells_of(fd), lock)
+        except BaseException:
+            unlink_own(path, fd)
+            if lock is not None:
+                lock.release()
+            os.close(fd)
+            raise
 
     @property
     def answered_revision(self) -> int:
@@ -306,25 +313,6 @@ class StatusFile(Generic[_S, _Q, _A]):
             os.close(fd)
         with suppress(BufferError):  # a thread is waiting there
             self._bells.close()
-
-
-def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A] | None:
-    """Create the file; return None if `reap` removed it before its lock was taken."""
-    try:
-        fd, lock = make_file(path, kind.file_bytes)
-    except FileNotFoundError:
-        return None
-    except (OSError, SegmentError) as error:
-        raise SegmentError(f"cannot make {path}: {error}") from error
-    try:
-        os.pwrite(fd, kind.header, 0)
-        return StatusFile(path, fd, kind, _bells_of(fd), lock)
-    except BaseException:
-        unlink_own(path, fd)
-        if lock is not None:
-            lock.release()
-        os.close(fd)
-        raise
 
 
 # ------------------------------------------------------------------------------------- futex words

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.file_lock import lock_within
 from kvelastic.logs import log_once
-from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
+from kvelastic.tiers.owned_files import open_file, open_folder
 
 FILE_NAME: Final = "weights.json"
 _LOCK: Final = "weights.lock"

@@ -7,10 +7,8 @@ replace the file between check and use.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -66,24 +64,3 @@ def open_file(folder: int, name: str, flags: int) -> int:
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a file of this user alone", name)
     return fd
-
-
-def lock_within(fd: int, wait_s: float) -> bool:
-    """Take an exclusive flock() on an open file. Returns False after `wait_s` without it.
-
-    Polls every 2 ms. Release the lock with `fcntl.flock(fd, LOCK_UN)`, or close the file.
-    """
-    deadline_s = time.monotonic() + wait_s
-    while not _try_lock(fd):
-        if time.monotonic() >= deadline_s:
-            return False
-        time.sleep(0.002)  # flock() has no timeout
-    return True
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -21,7 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
+from kvelastic.file_lock import lock_within
+from kvelastic.tiers.owned_files import open_file, open_folder
 from kvelastic.tiers.stores.disk.file import SUFFIX, DataFile, held_bytes
 
 _LIVE_SUFFIX: Final = ".live"

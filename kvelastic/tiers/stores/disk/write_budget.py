@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from kvelastic.tiers.owned_files import lock_within, open_file
+from kvelastic.file_lock import lock_within
+from kvelastic.tiers.owned_files import open_file
 
 _FILE: Final = ".written"
 _COUNT: Final = struct.Struct("<QQ")

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.file_lock import lock_within
 from kvelastic.tier_list import fault_of_shared, reason_of
 from kvelastic.tiers.base import (
     Capacity,
@@ -38,7 +39,7 @@ from kvelastic.tiers.base import (
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.owned_files import lock_within, open_folder
+from kvelastic.tiers.owned_files import open_folder
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
