@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from kvelastic.shared.liveness import stat_fields
+
 _TITLE: Final = b"EngineCore"
 """Part of the command line of vLLM's cores: vLLM sets the titles of its processes."""
 
@@ -22,9 +24,7 @@ def has_lost_its_server(pid: int, proc: Path = Path("/proc")) -> bool:
     try:
         if _TITLE not in (proc / str(pid) / "cmdline").read_bytes():
             return False
-        # The second field is the name and may contain spaces and brackets. So split after its last
-        # closing bracket.
-        parent = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1].decode()
+        parent = stat_fields(pid, proc)[1].decode()
         return (proc / parent / "exe").readlink() != (proc / str(pid) / "exe").readlink()
     except (OSError, IndexError):
         return False

@@ -106,21 +106,21 @@ def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Livene
     )
 
 
+def stat_fields(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
+    """Return the fields after the name in a process's stat file. Raises OSError."""
+    # The name may contain spaces and brackets. So split after its last closing bracket.
+    return (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+
+
 def start_time_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it does not exist.
 
     A zombie whose threads have all ended counts as gone: its memory is released.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The second field is the name and may contain spaces and brackets. So split after its last
-    # closing bracket.
-    fields = stat[stat.rfind(b")") + 1 :].split()
-    try:
+        fields = stat_fields(pid)
         state, threads, ticks = fields[0], int(fields[17]), int(fields[19])
-    except (IndexError, ValueError):
+    except (OSError, IndexError, ValueError):
         return None
     # The leader of a thread group can be a zombie while its other threads run.
     if state in (b"Z", b"X", b"x") and threads <= 1:
@@ -139,7 +139,7 @@ def _is_gone(pid: int) -> bool:
     # The process exists and belongs to this user, but start_time_ticks() found no running one: it
     # is a zombie, or /proc could not be opened.
     try:
-        return b"Z" in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
+        return b"Z" in stat_fields(pid)[:1]
     except OSError:
         return False
 
