@@ -241,8 +241,8 @@ class MemInfo:
 class LLMClusterInfo:
     """A peer, as an argument of `link_clusters` and `unlink_clusters`.
 
-    Connections start from the local addresses; their ports are not used. The n-th remote address is
-    that of the peer's n-th device, or of its host.
+    The n-th remote address is that of the peer's n-th device, or of its host. Local addresses have
+    no effect on links.
     """
 
     def __init__(self) -> None:

@@ -8,25 +8,18 @@ import socket
 from selectors import BaseSelector
 from weakref import WeakSet
 
-_sockets: WeakSet[socket.socket] = WeakSet()
-_selectors: WeakSet[BaseSelector] = WeakSet()
+_opened: WeakSet[socket.socket | BaseSelector] = WeakSet()
 
 
 def drop_in_children(opened: socket.socket | BaseSelector) -> None:
     """Close it in every child forked from now on. An executed program does not inherit it."""
-    if isinstance(opened, socket.socket):
-        _sockets.add(opened)
-    else:
-        _selectors.add(opened)
+    _opened.add(opened)
 
 
 def _drop() -> None:
     # Selectors first: the watched descriptors are the parent's and must stay registered there.
-    for selector in list(_selectors):
+    for opened in sorted(_opened, key=lambda one: isinstance(one, socket.socket)):
         with contextlib.suppress(OSError, KeyError):
-            selector.close()
-    for opened in list(_sockets):
-        with contextlib.suppress(OSError):
             opened.close()
 
 

@@ -11,12 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvelastic.errors import InvalidArgumentError, MessageError
+from kvelastic.errors import MessageError
 
-MOST_BYTES: Final = 16 << 20
-"""Upper bound of every protocol's message size."""
 DEFAULT_MOST_BYTES: Final = 1 << 20
-_MOST_NAME_BYTES: Final = 32
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -41,25 +38,12 @@ class Protocol:
         pack: Callable[[Any], Any] | None = None,
         unpack: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        """Define a protocol.
+        """Define a protocol with a name of at most 32 ASCII characters.
 
         `most_bytes` bounds the encoded size of each message, and so the memory that a peer can make
         this process allocate. `pack` and `unpack` are msgspec's `enc_hook` and `dec_hook`, for
         types that MessagePack does not have; `unpack` raises ValueError for a malformed value.
-
-        Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version outside
-        1 to 2**32-1, no messages, or a bound above 16 MiB.
         """
-        if not (name.isascii() and 0 < len(name) <= _MOST_NAME_BYTES):
-            raise InvalidArgumentError(f"{name!r} names no protocol; use 1 to 32 ASCII characters")
-        if not 0 < version < 1 << 32:
-            raise InvalidArgumentError(f"{version} is no version; use 1 to {(1 << 32) - 1}")
-        if not messages:
-            raise InvalidArgumentError(f"the protocol {name!r} has no messages; name some")
-        if not 0 < most_bytes <= MOST_BYTES:
-            raise InvalidArgumentError(
-                f"a message of {most_bytes} bytes is not allowed; use 1 to {MOST_BYTES}"
-            )
         self.name: Final = name
         self.version: Final = version
         self.most_bytes: Final = most_bytes
