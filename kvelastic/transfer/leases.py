@@ -24,8 +24,9 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvelastic import _vmm
@@ -198,29 +199,24 @@ def release(holds: Iterable[Hold]) -> None:
         _log.exception("memory that a copy held was not released as it should be")
 
 
+@dataclass(eq=False)
 class Lease:
     """A lease, in force until `deadline_s` (monotonic clock) at the latest."""
 
-    def __init__(self, number: int, owner: object, deadline_s: float) -> None:
-        self.number: Final = number
-        self.owner: Final = owner
-        """Connection of the peer that holds the lease."""
-        self.deadline_s: Final = deadline_s
-        self.holds: dict[Registered, Hold] = {}
-        self.sent: Future[None] | None = None
-        """Completes when sending has finished or failed. None: the peer has not requested the
-        bytes."""
-        self.claimed: Hold | None = None
-        self.pieces: bytes = b""
-        self.read_bytes = 0
-        """Bytes that the owner reads under the lease; 0 if this side counts them."""
-        self.checksum: int | None = None
-        """Checksum of the bytes sent under the lease."""
-
-    def all_holds(self) -> list[Hold]:
-        """Return the holds of the ranges and of the claim."""
-        claimed = [] if self.claimed is None else [self.claimed]
-        return [*self.holds.values(), *claimed]
+    number: int
+    owner: object
+    """Connection of the peer that holds the lease."""
+    deadline_s: float
+    pieces: bytes
+    ranges: Collection[Registered] = ()
+    holds: list[Hold] = field(default_factory=list)
+    """Holds in the ranges, and that of the claim."""
+    read_bytes: int = 0
+    """Bytes that the owner reads under the lease; 0 if this side counts them."""
+    sent: Future[None] | None = None
+    """Completes when sending has finished or failed. None: the peer has not requested the bytes."""
+    checksum: int | None = None
+    """Checksum of the bytes sent under the lease."""
 
 
 class Leases:
@@ -250,19 +246,21 @@ class Leases:
         ends. Raises `NotRegisteredError`, `TransferBusyError`, and the errors of `claim` and of the
         holds; then nothing is held.
         """
-        lease = Lease(next(self._numbers), owner, time.monotonic() + lease_s)
-        lease.pieces = pieces
-        lease.holds = self._ranges.hold(pieces)
+        deadline_s = time.monotonic() + lease_s
+        held = self._ranges.hold(pieces)
+        lease = Lease(next(self._numbers), owner, deadline_s, pieces, held, [*held.values()])
         try:
-            lease.claimed = claim()
+            claimed = claim()
+            if claimed is not None:
+                lease.holds.append(claimed)
             self._put(lease)
             # If a range was removed in the meantime, `end_in` has not seen this lease. Now `end_in`
             # can find it, so check the ranges again.
-            self._ranges.check_still(lease.holds)
+            self._ranges.check_still(held)
         except BaseException:
             with self._lock:
                 self._remove(lease)
-            release(lease.all_holds())
+            release(lease.holds)
             raise
         return lease
 
@@ -272,8 +270,7 @@ class Leases:
 
         Raises `TransferBusyError`.
         """
-        lease = Lease(next(self._numbers), owner, deadline_s)
-        lease.pieces = packed
+        lease = Lease(next(self._numbers), owner, deadline_s, packed)
         self._put(lease)
         try:
             yield lease.number
@@ -317,9 +314,9 @@ class Leases:
         # table, which is this one.
         is_whole = False
         try:
-            is_whole = all(hold.is_whole() for hold in lease.all_holds())
+            is_whole = all(hold.is_whole() for hold in lease.holds)
         finally:
-            release(lease.all_holds())
+            release(lease.holds)
             self.lost += not is_whole
         return is_whole
 
@@ -337,7 +334,7 @@ class Leases:
 
     def end_in(self, registered: Registered) -> int:
         """End the leases in a range that is being removed; return how many."""
-        return self._take(lambda lease: registered in lease.holds)
+        return self._take(lambda lease: registered in lease.ranges)
 
     def end_all(self) -> int:
         """End the leases of a node that closes; return how many."""
@@ -357,7 +354,7 @@ class Leases:
             for lease in taken:
                 self._remove(lease)
         for lease in taken:
-            release(lease.all_holds())
+            release(lease.holds)
         return len(taken)
 
     def check_integrity(self) -> None:
