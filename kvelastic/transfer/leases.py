@@ -254,13 +254,15 @@ class Leases:
             if claimed is not None:
                 lease.holds.append(claimed)
             self._put(lease)
-            # If a range was removed in the meantime, `end_in` has not seen this lease. Now `end_in`
-            # can find it, so check the ranges again.
+        except BaseException:
+            release(lease.holds)
+            raise
+        # If a range was removed in the meantime, `end_in` has not seen this lease. Now `end_in` can
+        # find it, so check the ranges again.
+        try:
             self._ranges.check_still(held)
         except BaseException:
-            with self._lock:
-                self._remove(lease)
-            release(lease.holds)
+            self._take(lambda other: other is lease)
             raise
         return lease
 

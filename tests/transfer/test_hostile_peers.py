@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from kvelastic.errors import (
     NotRegisteredError,
     TransferError,
 )
-from kvelastic.transfer import Hold, Link, Node, Registered, streams
+from kvelastic.transfer import Hold, Link, Node, Registered, leases, streams
 from kvelastic.transfer.node import MOST_LINKS
 from kvelastic.transfer.wire import Begin, Begun, Done, Push, Send
 
@@ -189,6 +189,34 @@ def test_memory_reregistered_during_a_copy_is_not_used(tmp_path: Path) -> None:
         assert released == [True, True]
         assert memory.content == b"x" * 100
         assert ours.content == bytes(100)
+
+
+def test_lease_ended_at_its_beginning_is_released_once() -> None:
+    """Its link ends between the entry in the table and the check that its ranges are there."""
+    memory = Memory(b"x" * 100)
+    released = []
+
+    class Held:
+        def is_whole(self) -> bool:
+            return True
+
+        def release(self) -> None:
+            released.append(True)
+
+    def end_first(found: Iterable[Registered]) -> None:
+        held.end_of("peer")
+        ranges.remove(registered)
+        check_still(found)
+
+    ranges = leases.Ranges()
+    held = leases.Leases(ranges)
+    registered = ranges.add(memory.address, memory.size, lambda _: Held())
+    check_still = ranges.check_still
+    ranges.check_still = end_first  # type: ignore[method-assign]
+    with pytest.raises(NotRegisteredError):
+        held.begin("peer", pack([memory.piece()]), 60.0)
+    assert released == [True]
+    held.check_integrity()
 
 
 def test_failing_hold_still_releases_the_other_holds(tmp_path: Path) -> None:
