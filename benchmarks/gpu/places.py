@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +15,13 @@ RESULTS = Path(__file__).parent / "results"
 NATIVE = BUILD / f"native-{sys.version_info.major}.{sys.version_info.minor}"
 TREE = BUILD / "tree"
 """kvelastic as an install would lay it out, of links: PYTHONPATH has it, and no pip is needed."""
+_STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+def stood_in_for() -> list[str]:
+    """Packages that kvelastic needs, are not installed, and have a stand-in here."""
+    names = sorted(path.stem for path in _STAND_INS.glob("*.py"))
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def environment(*, installed: bool) -> dict[str, str]:
@@ -25,6 +33,7 @@ def environment(*, installed: bool) -> dict[str, str]:
     }
     paths = [] if installed else [TREE]
     paths += [ROOT, ROOT / "tests" / "programs"]
+    paths += [_STAND_INS] if stood_in_for() else []
     before = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     return kept | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *before]),

@@ -47,7 +47,6 @@ LOCK_WAIT_S: Final = 1.0
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAKE_TRIES: Final = 100
-_MAKE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
 _UNHELD: Final = re.compile(
@@ -166,7 +165,7 @@ def open_file(name: str, flags: int) -> int:
 
 
 def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | None]:
-    """Create a file that only this user can access, and lock its `MAKER_BYTE`.
+    """Create a file in `SHM_DIR` that only this user can access, and lock its `MAKER_BYTE`.
 
     Returns its descriptor and the lock (see `liveness.hold`). After an error there is no file.
     Raises `OSError` or `SegmentError` if the system refuses.
@@ -180,7 +179,14 @@ def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | Non
 
 def _make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | None] | None:
     """Make the file; return None if `reap` removed it before it was locked."""
-    fd = os.open(path, _MAKE_FLAGS, 0o600)
+    import posix_ipc  # only instances make files; the command line does not
+
+    try:
+        fd: int = posix_ipc.SharedMemory(
+            f"/{path.name}", posix_ipc.O_CREX, mode=0o600, size=size_bytes
+        ).fd
+    except posix_ipc.Error as error:
+        raise SegmentError(str(error)) from error
     lock: _vmm.LivenessLock | None = None
     try:
         os.fchmod(fd, 0o600)  # regardless of the umask

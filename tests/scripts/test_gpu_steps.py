@@ -401,6 +401,36 @@ def test_missing_build_requirements_are_named(tmp_path: Path) -> None:
     assert "compiler" in said["said"]
 
 
+SEGMENT_OF_A_STAND_IN = """
+import posix_ipc, stat
+from pathlib import Path
+from kvelastic import errors
+from kvelastic.shared import segment
+assert Path(posix_ipc.__file__).parent.name == "stand_ins"
+with segment.create("kvtest_stand_in", engine="test", device="cpu"):
+    path = Path("/dev/shm/kvtest_stand_in")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    try:
+        segment.create("kvtest_stand_in", engine="test", device="cpu")
+    except errors.SegmentExistsError:
+        print("refused")
+assert not path.exists()
+"""
+
+
+def test_instances_run_without_posix_ipc() -> None:
+    stand_ins = ROOT / "benchmarks" / "gpu" / "stand_ins"
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENT_OF_A_STAND_IN],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(stand_ins)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_failed_build_is_retried_by_the_next_part(tmp_path: Path) -> None:
     """Nothing else can run without it, and what was wrong may have been mended."""

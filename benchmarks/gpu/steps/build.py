@@ -96,6 +96,8 @@ def main() -> None:
         found.check("the module loads", loads.returncode == 0, said[-2000:])
         ours = loads.stdout.startswith(str(places.TREE))
         found.check("no other kvelastic comes first on the path", ours)
+        if names := places.stood_in_for():
+            found.line(f"Not installed, and stood in for: {', '.join(names)}.")
 
 
 if __name__ == "__main__":
