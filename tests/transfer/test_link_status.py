@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from link_statuses import counts
 from linked import Memory, address_of, linked, secret_file
+from metrics_text import render
 from processes import LineProgram
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
@@ -23,7 +24,6 @@ from kvelastic.errors import (
     KvelasticError,
     SegmentNotFoundError,
 )
-from kvelastic.instance import metrics
 from kvelastic.shared import link_status
 from kvelastic.shared.link_status import (
     KIND,
@@ -216,7 +216,7 @@ def test_node_and_link_metrics(tmp_path: Path) -> None:
         found = {
             (sample.name, sample.labels["node"], sample.labels.get("peer")): sample.value
             for family in text_string_to_metric_families(
-                metrics.render([], [], {}, [shown(owner), shown(reader)])
+                render([], [], {}, [shown(owner), shown(reader)])
             )
             for sample in family.samples
             if "node" in sample.labels
