@@ -170,8 +170,14 @@ def ask_startup(
     lines, end = _run_child(command, {**environ, "ENABLE_KVELASTIC": "true"}, timeout_s)
     # Only the last line: other startup files may have written before it.
     try:
-        return msgspec.json.decode(lines[-1], type=StartupFacts)
-    except (IndexError, msgspec.DecodeError):
+        said: dict[str, Any] = json.loads(lines[-1])
+        return StartupFacts(
+            armed=tuple(said["armed"]),
+            failure=said["failure"],
+            start_files=tuple(said["start_files"]),
+            site_folders=tuple(said["site_folders"]),
+        )
+    except (IndexError, ValueError, TypeError, KeyError):
         return StartupFacts(failure=f"a new Python {end or 'said nothing of it'}")
 
 
