@@ -235,8 +235,7 @@ class Machine:
             for store in tasks.storage.stores.values():
                 records = store.capacity().records
                 each: Any = store
-                is_host = store.name == "host"
-                stats = (each._index if is_host else each._state.index).stats()
+                stats = each._index.stats()
                 assert stats["held"] == 0, stats
                 assert stats["pending"] == 0, stats
                 assert store.evict(records) == records, "a record is held by nobody we know"
