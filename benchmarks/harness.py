@@ -159,12 +159,12 @@ def half_of_the_cores(*, second: bool) -> str:
 
 
 def end_by_exception() -> None:
-    """Have SIGTERM and SIGHUP raise SystemExit: every `finally` still ends what it began."""
+    """Have signals that end a process raise SystemExit: each `finally` ends what it began."""
 
     def interrupted(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    for each in (signal.SIGTERM, signal.SIGHUP):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, interrupted)
 
 

@@ -22,7 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import HEADINGS, Figure, facts, file_stem, shortened, taken
+from benchmarks.harness import (
+    HEADINGS,
+    Figure,
+    end_by_exception,
+    facts,
+    file_stem,
+    shortened,
+    taken,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,7 +117,11 @@ def arguments(
 def run(
     kind: str, title: str, given: argparse.Namespace, parts: Mapping[str, tuple[str, Measure]]
 ) -> int:
-    """Measure, print and keep the parts; returns the exit status, 1 if a part failed."""
+    """Measure, print and keep the parts; returns the exit status, 1 if a part failed.
+
+    A signal ends the process as `harness.end_by_exception` says.
+    """
+    end_by_exception()
     told = facts()
     done: list[Part] = []
     failed: dict[str, str] = {}

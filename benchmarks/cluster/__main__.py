@@ -22,7 +22,7 @@ import needs
 from hosts import Host
 
 from benchmarks.cluster import memory
-from benchmarks.harness import Figure, end_by_exception
+from benchmarks.harness import Figure
 from benchmarks.pages import ROOT, Measure, Table, arguments, run
 
 PORT = 8123
@@ -108,5 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_by_exception()
     sys.exit(main())

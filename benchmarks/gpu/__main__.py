@@ -29,7 +29,7 @@ from benchmarks.gpu.requirements import NEEDS_GPU
 from benchmarks.gpu.step_list import BUILD, NAMES, STEPS
 
 PART_S = 480
-EXIT_FAILED, EXIT_USAGE, EXIT_LEFT, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_LEFT = 1, 2, 3
 
 
 def main() -> int:
@@ -52,8 +52,6 @@ def main() -> int:
     except (runner.AnotherRunsError, state.StateError) as error:
         print(f"scripts/gpu: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
 
 
 def _arguments() -> argparse.Namespace:

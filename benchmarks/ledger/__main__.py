@@ -13,7 +13,6 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from benchmarks.harness import end_by_exception
 from benchmarks.pages import Table, arguments, run
 
 TITLES = {
@@ -37,8 +36,4 @@ PARTS = {name: (title, _part(name)) for name, title in TITLES.items()}
 
 
 if __name__ == "__main__":
-    end_by_exception()
-    try:
-        sys.exit(run("ledger", "Ledger benchmark", arguments("ledger", __doc__, PARTS), PARTS))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(run("ledger", "Ledger benchmark", arguments("ledger", __doc__, PARTS), PARTS))

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import pages
 from benchmarks.gpu import findings
-from benchmarks.harness import end_by_exception
 from benchmarks.pages import Table
 
 STEPS = {"vllm": "pair", "transformers": "colocation"}
@@ -59,5 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_by_exception()
     sys.exit(main())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.harness import Figure, end_by_exception, number, percentile
+from benchmarks.harness import Figure, number, percentile
 from benchmarks.pages import Table, arguments, run
 from benchmarks.ring import nothing, pages
 from benchmarks.ring.channels import Library
@@ -94,8 +94,4 @@ def _percentiles(samples: Sequence[float], percents: Sequence[float]) -> list[fl
 
 
 if __name__ == "__main__":
-    end_by_exception()
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from benchmarks.harness import end_by_exception
 from benchmarks.router import report, servers
 
 CLIENTS = 32
@@ -77,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_by_exception()
     main()

@@ -134,7 +134,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     end_by_exception()
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -24,7 +24,7 @@ from typing import Any
 from ports import free_port
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 
-from benchmarks.harness import Figure, end_by_exception
+from benchmarks.harness import Figure
 from benchmarks.pages import Table, arguments, run
 from benchmarks.vllm.models import prepare
 
@@ -182,5 +182,4 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    end_by_exception()
     sys.exit(run("swap", "Swap benchmark", arguments("swap", __doc__, PARTS), PARTS))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import end_by_exception
 from benchmarks.pages import Table, arguments, run
 from benchmarks.transformers import generate, limit, memory, turns
 from benchmarks.transformers.engines import all_ready
@@ -67,8 +66,4 @@ TITLE = "transformers with and without kvelastic"
 
 
 if __name__ == "__main__":
-    end_by_exception()
-    try:
-        sys.exit(run("transformers", TITLE, arguments("transformers", __doc__, PARTS), PARTS))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(run("transformers", TITLE, arguments("transformers", __doc__, PARTS), PARTS))

@@ -189,8 +189,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     harness.end_by_exception()
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("\nStopped: all servers have ended, and nothing is left of them.", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())

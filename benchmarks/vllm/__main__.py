@@ -123,8 +123,4 @@ def parsed() -> argparse.Namespace:
 
 if __name__ == "__main__":
     end_by_exception()
-    try:
-        sys.exit(run(parsed()))
-    except KeyboardInterrupt:
-        print("\nStopped: both servers have ended, and nothing is left of them.", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(run(parsed()))

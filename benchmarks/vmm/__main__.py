@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import end_by_exception
 from benchmarks.vmm import driver_kinds, part_process, plot, prices, results
 from benchmarks.vmm.driver_kinds import CUDA, HOST, SIMULATED, DriverKind
 from benchmarks.vmm.section import Section
@@ -127,4 +128,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_by_exception()
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,40 @@ def test_every_benchmark_prints_help(name: str) -> None:
     done = run_python("-m", f"benchmarks.{name}", "--help", folder=ROOT)
     command = "scripts/gpu" if name == "gpu" else f"scripts/bench {name}"
     assert done.stdout.startswith(f"usage: {command}")
+
+
+HELD_BENCHMARK = """
+import signal
+def end(number, _):
+    print(signal.Signals(number).name, flush=True)
+    raise SystemExit(1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, end)
+print("begun", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_bench_ends_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "bench", tmp_path / "scripts")
+    (tmp_path / "scripts" / "setup").symlink_to("/bin/true")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for name in ("held", "next"):
+        (tmp_path / "benchmarks" / name).mkdir(parents=True)
+        (tmp_path / "benchmarks" / name / "__main__.py").write_text(HELD_BENCHMARK)
+    with subprocess.Popen(
+        [tmp_path / "scripts" / "bench", "held", "next"], stdout=subprocess.PIPE, text=True
+    ) as bench:
+        assert bench.stdout is not None
+        assert bench.stdout.readline() == "== held\n"
+        assert bench.stdout.readline() == "begun\n"
+        bench.send_signal(number)
+        assert bench.stdout.read() == f"{number.name}\n"
+        assert bench.wait(DEADLINE_S) != 0
 
 
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file())
