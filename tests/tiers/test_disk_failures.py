@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -172,12 +173,20 @@ def _files(store: DiskStore) -> list[DataFile]:
     return list(store._table.files())
 
 
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_full_medium_keeps_the_objects_that_fit(folder: Path) -> None:
     """A limit on the size of files stands for it; its signal is ignored, as Python does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     clock = Clock()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
+    with files_of_at_most(MIB):
         store = open_store(folder, RECORD, LIMIT, clock=clock)
         assert put(store, range(3)) == [False] * 3
         assert store.statistics().errors == 1
@@ -186,12 +195,30 @@ def test_full_medium_keeps_the_objects_that_fit(folder: Path) -> None:
         clock.now_s += 61
         store.capacity()  # the folder can be looked at, which is not what fails
         assert "File too large" in store.problem()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     clock.now_s += 61
     assert put(store, range(3)) == [True] * 3
     assert store.problem() == ""
     assert [path.suffix for path in folder.iterdir()].count(".kv") == 1
+    store.close()
+
+
+def test_backoff_ends_once_files_grow_again(folder: Path) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, 2 * MIB, clock=clock)
+    with files_of_at_most(MIB):
+        for _ in range(10):
+            assert put(store, range(3)) == [False] * 3
+            clock.now_s += 61
+    assert put(store, range(3)) == [True] * 3
+    store.set_limit(LIMIT)
+    with files_of_at_most(2 * MIB):  # the second file is larger
+        put(store, range(1000))
+        assert "File too large" in store.problem()
+    there = len(whole(store, range(1000)))
+    clock.now_s += 1
+    put(store, range(1000))
+    assert len(whole(store, range(1000))) > there
+    store.check_integrity()
     store.close()
 
 

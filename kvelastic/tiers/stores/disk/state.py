@@ -167,6 +167,8 @@ class DiskState(Store):
                     self._room.begin_to_adopt()
                 self._room.look()
                 self._problems.pop(self._growth, None)
+                if "grow" not in self._problems:
+                    self._growth.worked()
 
     def _grow(self, wanted: int) -> None:
         """Try to allocate space for `wanted` more records. The caller holds the lock."""
