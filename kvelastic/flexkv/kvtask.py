@@ -204,7 +204,7 @@ class KVTaskEngine(Calls):
     ) -> None:
         """Register a rank's KV tensors: one for all layers, or one for each.
 
-        They are NumPy arrays or torch tensors, referenced until `release_client`.
+        They are NumPy arrays or torch tensors, referenced until `shutdown`.
         Kernels that write a block must have finished before a put of it is launched. Raises
         `InvalidArgumentError` if tensors, layout and model disagree.
         """
@@ -213,11 +213,6 @@ class KVTaskEngine(Calls):
         blocks = engine_blocks(kv_caches, layout, self._settings)
         worker = self.transfer_engine.gpu_worker
         worker.register(dp_client_id, tp_rank, blocks, keep=list(kv_caches))
-
-    def release_client(self, dp_client_id: int) -> None:
-        """Forget the tasks of a client that has exited, and release its tensors."""
-        self.forget_client(dp_client_id)
-        self.transfer_engine.gpu_worker.unregister(dp_client_id)
 
     def forget_client(self, dp_client_id: int) -> None:
         """Cancel and forget the tasks of a client that has exited.

@@ -372,7 +372,8 @@ def test_stored_objects_are_independent_of_tensor_layout(
 
     def leaves() -> None:
         if is_own_process:
-            one.task_engine.release_client(0)
+            one.task_engine.forget_client(0)
+            one.task_engine.transfer_engine.gpu_worker.unregister(0)
         else:
             leave.pop().close()
             wait_until(lambda: not one.is_ready())
