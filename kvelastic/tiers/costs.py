@@ -2,7 +2,7 @@
 
     costs = Costs(tiers=2)
     costs.loaded(1, blocks=8, seconds=0.02); costs.computed(blocks=50, seconds=3.4)
-    costs.worth_asking(1)
+    costs.worth_asking(1), costs.worth_writing(1)
 
 Thread-safe.
 """
@@ -32,6 +32,7 @@ class Costs:
         self._lock = threading.Lock()
         self._load_s: list[float | None] = [None] * tiers
         self._asked_s = [clock()] * tiers
+        self._written_s = [clock()] * tiers
         self._compute_s: float | None = None
 
     def loaded(self, tier: int, blocks: int, seconds: float) -> None:
@@ -52,13 +53,23 @@ class Costs:
         Also True if either was not measured yet, so that it will be, and if the tier has not been
         queried for `PROBE_AFTER_S`. If True, records the time as that of the tier's last query.
         """
+        return self._is_worth(tier, self._asked_s)
+
+    def worth_writing(self, tier: int) -> bool:
+        """Return whether to write to the tier: as `worth_asking`, with a last query of its own.
+
+        Otherwise writes, which measure no load, would leave no query to the requests.
+        """
+        return self._is_worth(tier, self._written_s)
+
+    def _is_worth(self, tier: int, last_s: list[float]) -> bool:
         with self._lock:
             now_s = self._clock()
             load_s, compute_s = self._load_s[tier], self._compute_s
             is_faster = load_s is None or compute_s is None or load_s < compute_s
-            is_worth = is_faster or now_s - self._asked_s[tier] >= PROBE_AFTER_S
+            is_worth = is_faster or now_s - last_s[tier] >= PROBE_AFTER_S
             if is_worth:
-                self._asked_s[tier] = now_s
+                last_s[tier] = now_s
             return is_worth
 
     def load_s(self, tier: int) -> float | None:

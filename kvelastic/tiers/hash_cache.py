@@ -105,7 +105,8 @@ class HashCache:
             os.close(folder)
 
     def _open(self, *, make: bool) -> int | None:
-        if self._folder is None or not (make or self._folder.is_dir()):
+        # `Path.is_dir` raises if the user may not enter a parent folder.
+        if self._folder is None or not (make or os.path.isdir(self._folder)):  # noqa: PTH112
             return None
         try:
             return open_folder(self._folder)

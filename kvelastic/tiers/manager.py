@@ -418,7 +418,7 @@ class Tiers:
             if store.takes_records
             and store.is_ready
             and tier not in stuck
-            and self._costs.worth_asking(tier)
+            and self._costs.worth_writing(tier)
         ]
 
     def _nearest_capacity(self) -> int | None:

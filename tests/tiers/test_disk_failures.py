@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ from waiting import DEADLINE_S
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.folder import Folder
 from kvelastic.tiers.stores.disk.store import DiskStore
 
 MIB = 1 << 20
@@ -202,6 +204,18 @@ def test_full_medium_keeps_the_objects_that_fit(folder: Path) -> None:
     store.close()
 
 
+def test_refused_growth_is_retried_ever_more_rarely(folder: Path) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    with files_of_at_most(MIB):
+        for number in range(300):
+            assert put(store, [number]) == [False]
+            assert "File too large" in store.problem()
+            clock.now_s += 0.1
+    assert store.statistics().errors == 7  # after 0, 1/4, 3/4, 7/4, ... seconds
+    store.close()
+
+
 def test_backoff_ends_once_files_grow_again(folder: Path) -> None:
     clock = Clock()
     store = open_store(folder, RECORD, 2 * MIB, clock=clock)
@@ -314,6 +328,34 @@ def test_replaced_folder_is_a_miss(
         clock.now_s += 61
         stored = put(store, range(10, 15))
     assert stored == [True] * 5
+    store.check_integrity()
+    store.close()
+
+
+def test_failed_takeover_in_one_folder_loses_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    exited = open_store(good, RECORD, LIMIT)
+    put(exited, range(50))
+    exited.close()
+    take_over = Folder.take_over
+
+    def refuse(folder: Folder) -> tuple[list[DataFile], list[str], int]:
+        if folder.path == str(bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return take_over(folder)
+
+    monkeypatch.setattr(Folder, "take_over", refuse)
+    clock = Clock()
+    store = DiskStore([good, bad], RECORD, 2 * LIMIT, MODEL, clock=clock)
+    assert "Input/output error" in store.problem()
+    monkeypatch.undo()
+    numbers = itertools.count(100)
+    while whole(store, range(50)) != list(range(50)):
+        clock.now_s += 1
+        assert put(store, [next(numbers)]) == [True]
+        assert next(numbers) < 3000, "they were not adopted once the other file was full"
     store.check_integrity()
     store.close()
 

@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,3 +232,35 @@ def test_store_of_a_forked_child_is_empty(folder: Path) -> None:
     release.set()
     process.join()
     assert process.exitcode == 0
+
+
+class HangingFiles:
+    """Writes wait until `release` is set."""
+
+    engine = "hanging"
+
+    def __init__(self) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+
+    def write(self, places: Sequence[object], *_: object) -> list[tuple[int, int]]:
+        self.reached.set()
+        assert self.release.wait(DEADLINE_S)
+        return [(RECORD, 0) for _ in places]
+
+
+def test_store_closes_in_a_child_forked_during_calls(folder: Path) -> None:
+    files = HangingFiles()
+    store = open_store(folder, RECORD, 8 * MIB, io=files)
+    putting = threading.Thread(target=put, args=(store, [1]))
+    putting.start()
+    assert files.reached.wait(DEADLINE_S)
+    with store._counting:  # as a thread that counts would
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: (whole(store, [1]), store.close())
+        )
+        child.start()
+    child.join(DEADLINE_S)
+    files.release.set()
+    putting.join()
+    assert child.exitcode == 0
+    store.close()

@@ -231,6 +231,28 @@ def test_failed_wipe_is_reported_and_retried(
         assert tiers.close(DEADLINE_S) == []
 
 
+def test_failed_erasure_unlocks_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Room for a file of 64 MiB each, the least that is made.
+    exited = [open_store(tmp_path, RECORD, 160 * MIB) for _ in range(2)]
+    for number, store in enumerate(exited):
+        put(store, [number])
+    for store in exited:
+        store.close()
+    sync, failed = DataFile.sync, []
+
+    def fail_once(file: DataFile) -> None:
+        if not failed:
+            failed.append(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    monkeypatch.setattr(DataFile, "sync", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        erase_at_rest([tmp_path], Selection())
+    done = erase_at_rest([tmp_path], Selection())
+    assert (done.busy_files, lying(tmp_path, range(2))) == (0, [])
+
+
 def test_files_of_running_neighbours_are_reported(tmp_path: Path) -> None:
     # Room for a file of 64 MiB each, the least that is made.
     store, neighbour = (open_store(tmp_path, RECORD, 160 * MIB) for _ in range(2))

@@ -155,6 +155,16 @@ def test_slow_tier_is_probed_again_later() -> None:
     assert costs.worth_asking(0)
 
 
+def test_writes_leave_the_probe_to_requests() -> None:
+    now = [0.0]
+    costs = Costs(1, clock=lambda: now[0])
+    costs.computed(10, 1.0)
+    costs.loaded(0, 1, 5.0)
+    now[0] = PROBE_AFTER_S
+    assert [costs.worth_writing(0) for _ in range(2)] == [True, False]
+    assert [costs.worth_asking(0) for _ in range(2)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("rate", "deadline_s", "slots", "expected"),
     [

@@ -264,6 +264,11 @@ def test_cache_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(kept) == ["/2", "/3", "/4"]
 
 
+def test_inaccessible_cache_is_empty(tmp_path: Path) -> None:
+    cache = HashCache(tmp_path / ("name" * 64) / "cache")  # longer than a name may be
+    assert cache.get({"a": FileFacts(1, 2, 3, 4)}) == {}
+
+
 def test_unwritable_cache_is_ignored(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = HashCache(tmp_path / "file" / "cache")

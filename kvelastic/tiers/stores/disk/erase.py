@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvelastic.tiers.base import Selection
@@ -64,11 +64,11 @@ def erase_left_behind(
     with folder.locked():
         whole, others, busy = folder.take_over()
         done.busy_files += busy
-        for file in whole:
-            try:
+        with ExitStack() as ends:
+            for file in whole:
+                ends.callback(file.close)
+            for file in whole:
                 done.records += _erase(file, wanted)
-            finally:
-                file.close()
         for name in others:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder.fd)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from kvelastic import _vmm
@@ -111,11 +112,11 @@ class Room:
     def grow(self, wanted: int) -> int:
         """Allocate space for `wanted` slots within the limit; return how many were gained.
 
-        If space ran out, later calls return 0 for `LOOK_EVERY_S`.
+        If the limit or the disk left no space, later calls return 0 for `LOOK_EVERY_S`. After an
+        `OSError`, the next call tries again: the caller decides when.
         """
         if wanted <= 0 or self._clock() < self._grow_at_s:
             return 0
-        self._grow_at_s = self._clock() + LOOK_EVERY_S
         left: list[DataFile] | None = None
         with all_locked(self._folders):
             got = self._refill(wanted)
@@ -129,19 +130,21 @@ class Room:
         with all_locked(self._folders):
             got += self._refill(wanted - got)
             self._report_missing(wanted - got)
-        if got >= wanted or not self._adoption.is_over:
-            self._grow_at_s = float("-inf")
+        if got < wanted and self._adoption.is_over:
+            self._grow_at_s = self._clock() + LOOK_EVERY_S
         return got
 
     def look(self) -> None:
-        """Apply the limit and the neighbours' requests, at most every `LOOK_EVERY_S`."""
+        """Apply the limit and the neighbours' requests, at most every `LOOK_EVERY_S`.
+
+        After an `OSError`, the next call tries again.
+        """
         self._go_on_adopting()
         if self._clock() < self._look_at_s:
             return
-        self._look_at_s = self._clock() + LOOK_EVERY_S
         self._drop_removed()
-        if self.fit(_GIVE):
-            self._look_at_s = float("-inf")
+        if not self.fit(_GIVE):
+            self._look_at_s = self._clock() + LOOK_EVERY_S
 
     def fit(self, most: int | None = None) -> bool:
         """Release space above the limit, and space above a fair share that neighbours wait for.
@@ -176,16 +179,19 @@ class Room:
         The adoption itself runs without these locks because it takes time per record. Here a
         neighbour waits only for a few system calls per file.
         """
-        begun = []
-        for folder in self._folders:
-            whole, others, _ = folder.take_over()
-            for file in whole:
-                if file.geometry.record_bytes == self._record_bytes:
-                    begun.append(file)
-                    continue
-                others.append(file.name)
-                file.close()
-            self._others[folder] = others
+        begun: list[DataFile] = []
+        with ExitStack() as undo:
+            for folder in self._folders:
+                whole, others, _ = folder.take_over()
+                for file in whole:
+                    if file.geometry.record_bytes == self._record_bytes:
+                        begun.append(file)
+                        undo.callback(file.close)
+                        continue
+                    others.append(file.name)
+                    file.close()
+                self._others[folder] = others
+            undo.pop_all()
         return begun
 
     def _begin_to_adopt(self, begun: list[DataFile]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -351,7 +352,9 @@ class DiskState(Store):
 
     def _forget_in_child(self) -> None:
         """Close the descriptors after a fork; the files and their locks belong to the parent."""
-        self._changed = PassingLock()
+        # A thread of the parent may have held the locks, or have been in a call.
+        self._changed, self._counting = PassingLock(), threading.Lock()
+        self._reading = self._writing = self._erasing = 0
         self._closed = True
         self._budget.close()
         for file in self._table.files():
