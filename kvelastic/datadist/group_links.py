@@ -19,25 +19,30 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.enums import RegisterMemStatus
 from kvelastic.datadist.memory_config import parse_json
-from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 
 MOST_GROUPS: Final = 512
 MOST_MEMBERS: Final = 4
 _AGAIN_S: Final = 0.05
 """Interval between attempts to join a member of lower rank."""
 
-Join = Callable[[int, str, float], bool]
-"""Links a cluster and sends the token, with a timeout in seconds. Returns whether it joined.
 
-Blocks.
-"""
+class Joined(NamedTuple):
+    """The result of one attempt to join a cluster."""
+
+    is_new_link: bool
+    is_member: bool
+
+
+Join = Callable[[int, str, float], Joined]
+"""Links a cluster, unless it is linked, and sends the token, with a timeout in seconds. Blocks."""
 
 
 @dataclass(eq=False)
@@ -53,6 +58,8 @@ class Group:
     """Clusters on other hosts."""
     there: set[int] = field(default_factory=set)
     """Clusters that have joined."""
+    linked: set[int] = field(default_factory=set)
+    """Clusters that were linked for the group, whether they have joined or not."""
     status: RegisterMemStatus = RegisterMemStatus.PREPARING
     is_over: bool = False
 
@@ -86,8 +93,8 @@ class GroupLinks:
         """Start to link a group; return its id at once.
 
         `total_s` bounds all rounds together; each round tries every member once. Raises
-        `LLM_FEATURE_NOT_ENABLED` for members on other hosts, and `LLM_ALREADY_LINK` for a name in
-        use.
+        `LLM_FEATURE_NOT_ENABLED` for members on other hosts, `LLM_ALREADY_LINK` for a name in use,
+        and `LLM_FAILED` if no thread can be started.
         """
         if group.elsewhere:
             raise failure(
@@ -108,9 +115,15 @@ class GroupLinks:
                 )
             comm_id = next(self._numbers)
             self._groups[comm_id] = group
-        threading.Thread(
+        thread = threading.Thread(
             target=self._make, args=(group, total_s, rounds), name="kvelastic-group", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._changed:
+                del self._groups[comm_id]
+            raise failure(LLMStatusCode.LLM_FAILED, f"{group.name!r}: {error}") from error
         return comm_id
 
     def _make(self, group: Group, total_s: float, rounds: int) -> None:
@@ -119,9 +132,15 @@ class GroupLinks:
         deadline_s = time.monotonic() + total_s
         while True:
             for one in sorted(lower - group.there):
-                if self._join(one, group.token, max(total_s / rounds, _AGAIN_S)):
-                    with self._changed:
+                joined = self._join(one, group.token, max(total_s / rounds, _AGAIN_S))
+                with self._changed:
+                    if joined.is_new_link:
+                        group.linked.add(one)
+                    if joined.is_member:
                         self._note(group, one)
+                if group.is_over:  # `end` came during the attempt
+                    self._leave_all(group)
+                    return
             with self._changed:
                 left_s = deadline_s - time.monotonic()
                 if group.status is RegisterMemStatus.PREPARING and left_s <= 0:
@@ -151,15 +170,31 @@ class GroupLinks:
             return self._known(comm_id).status
 
     def end(self, comm_id: int) -> None:
-        """End a group and its links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
+        """End a group and its links that no other group uses.
+
+        Raises `LLM_NOT_YET_LINK` for an unknown id. If clusters could not be unlinked, raises the
+        first error after all others have been unlinked.
+        """
         with self._changed:
             group = self._known(comm_id)
             del self._groups[comm_id]
             group.is_over = True
             self._changed.notify_all()
-            kept = {one for each in self._groups.values() for one in each.there}
-        for cluster_id in sorted(group.there - kept):
-            self._leave(cluster_id)
+        errors = self._leave_all(group)
+        if errors:
+            raise errors[0]
+
+    def _leave_all(self, group: Group) -> list[LLMException]:
+        with self._changed:
+            kept = {one for each in self._groups.values() for one in each.there | each.linked}
+            unused = sorted((group.there | group.linked) - kept)
+        errors = []
+        for cluster_id in unused:
+            try:
+                self._leave(cluster_id)
+            except LLMException as error:  # noqa: PERF203  # the others are unlinked, too
+                errors.append(error)
+        return errors
 
     def _known(self, comm_id: int) -> Group:
         group = self._groups.get(comm_id)

@@ -247,7 +247,7 @@ class LayerSender:
 def _is_computed(synchronizer: LayerSynchronizer, layer: int) -> bool:
     try:
         return bool(synchronizer.synchronize_layer(layer, None))
-    except Exception:
+    except BaseException:  # also SystemExit: whoever waits for the transfer must learn of it
         _log.exception("synchronize_layer(%d) failed: the transfer ends there", layer)
         return False
 

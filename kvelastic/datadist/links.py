@@ -22,7 +22,7 @@ from kvelastic.datadist import wire
 from kvelastic.datadist.descriptors import Index, LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.exposed import Exposed
-from kvelastic.datadist.group_links import Group, GroupLinks
+from kvelastic.datadist.group_links import Group, GroupLinks, Joined
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import LinkCall, Peer, busy, left_s
@@ -248,23 +248,23 @@ class Links:
         self.has_linked = True
         return comm_id
 
-    def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> bool:
-        """Link a member of lower rank; return whether it is linked and in the group."""
+    def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> Joined:
+        """Link a member of lower rank, unless it is linked, and ask whether it is in the group."""
         deadline_s = time.monotonic() + timeout_s
-        with self._lock:
-            peer = self._peers.get(cluster_id)
-        if peer is None or not peer.is_linked:
-            try:
-                self._connect(cluster_id, [self._socket_addresses.cluster(cluster_id)], deadline_s)
-            except KvelasticError as error:
-                _log.debug("cluster %d is not there yet: %s", cluster_id, error)
-                return False
-            peer = self._peer(cluster_id)
+        is_new = False
         try:
-            return bool(peer.ask(wire.Join(token), wire.Told, left_s(deadline_s)).number)
+            with self._lock:
+                peer = self._peers.get(cluster_id)
+            if peer is None or not peer.is_linked:
+                address = self._socket_addresses.cluster(cluster_id)
+                self._connect(cluster_id, [address], deadline_s)
+                is_new = True
+                peer = self._peer(cluster_id)
+            reply = peer.ask(wire.Join(token), wire.Told, left_s(deadline_s))
+            return Joined(is_new, bool(reply.number))
         except KvelasticError as error:
-            _log.debug("cluster %d did not join: %s", cluster_id, error)
-            return False
+            _log.debug("cluster %d has not joined yet: %s", cluster_id, error)
+            return Joined(is_new, False)
 
     def _leave_member(self, cluster_id: int) -> None:
         """Unlink a cluster that is no longer in any group."""
@@ -370,8 +370,9 @@ class Links:
     def switch_role(self, role: LLMRole, listen: tuple[tuple[str, int], ...]) -> None:
         """Change the role and listen at the given addresses only.
 
-        Raises `LLM_EXIST_LINK` while links exist, with nothing changed. If an address is
-        unavailable, raises `LLM_FAILED` and listens at the previous addresses again.
+        Raises `LLM_EXIST_LINK` while links exist, `LLM_FAILED` if an address is unavailable, and
+        `ConfigError` if the settings forbid it. After an error it has the previous role, and
+        listens at the previous addresses.
         """
         with self._lock:
             linked = [one.cluster_id for one in self._peers.values() if one.is_linked]
@@ -385,10 +386,12 @@ class Links:
         self._role = role
         try:
             self._node = self._listen(listen)
-        except ChannelError as error:
+        except BaseException as error:
             self._role = before_role
             self._node = self._open_node(list(before))
-            raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
+            if isinstance(error, ChannelError):
+                raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
+            raise
 
     def close(self) -> None:
         """End all links. Idempotent."""

@@ -29,7 +29,7 @@ class Steps(LayerSynchronizer):
         self.asked[layer_index].set()
         self.computed[layer_index].wait()
         said = self.says[layer_index]
-        if isinstance(said, Exception):
+        if isinstance(said, BaseException):
             raise said
         return said  # type: ignore[return-value]
 
@@ -88,7 +88,7 @@ def test_only_requested_layers_are_synchronized(sender):
     assert "push 3 to 0" not in log
 
 
-@pytest.mark.parametrize("said", [False, None, 0, RuntimeError("no")])
+@pytest.mark.parametrize("said", [False, None, 0, RuntimeError("no"), SystemExit(1)])
 def test_false_from_synchronizer_ends_the_task(sender, said):
     log: list[str] = []
     task, steps = start(sender, [range(2), range(1), range(2, 3)], log)

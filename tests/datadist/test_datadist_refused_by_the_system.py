@@ -1,10 +1,14 @@
-"""Copies of callers' memory in a process to which the system refuses process_vm_readv."""
+"""What the system refuses: process_vm_readv for copies of callers' memory, and threads."""
 
 from __future__ import annotations
 
 import pytest
 from forbidden_calls import PROCESS_VM_READV
 from processes import PROGRAMS, run_python
+
+from kvelastic.datadist import LLMDataDist, LLMRole
+from kvelastic.pool.pool import ElasticPool
+from kvelastic.shared import segment
 
 PROGRAM = """
 import ctypes, errno, mmap, os, sys
@@ -49,3 +53,23 @@ caches.close()
 @pytest.mark.skipif(PROCESS_VM_READV is None, reason="its number is not known here")
 def test_unmapped_memory_is_detected_without_process_vm_readv() -> None:
     run_python("-c", PROGRAM, PROGRAMS)
+
+
+def test_failed_init_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ElasticPool) -> None:
+        raise RuntimeError("can't start new thread")
+
+    options = {
+        "ge.exec.deviceId": "0",
+        "llm.EnableCacheManager": "1",
+        "llm.MemPoolConfig": f'{{"memory_size": {16 << 20}}}',
+    }
+    before = [info.name for info in segment.list_segments()]
+    datadist = LLMDataDist(LLMRole.MIX, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ElasticPool, "start_maintenance", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            datadist.init(options)
+    assert [info.name for info in segment.list_segments()] == before
+    datadist.init(options)
+    datadist.finalize()

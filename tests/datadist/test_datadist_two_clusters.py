@@ -604,6 +604,25 @@ def test_refused_switch_role_changes_nothing():
         assert two(f"datadist.link_clusters([cluster(1, {at})])[0].name") == "LLM_SUCCESS"
 
 
+def test_forbidden_address_leaves_the_old_one(tmp_path):
+    """Beyond the loopback interface, which needs KVELASTIC_LINK_ALLOW."""
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("s" * 64)
+    environment = {"KVELASTIC_LINK_SECRET": str(secret)}
+    at = free_port()
+    with (
+        second(1, environment=environment, listen_ip_info=f"127.0.0.1:{at}") as one,
+        second(2, environment=environment) as two,
+    ):
+        options = {"llm.listenIpInfo": f"0.0.0.0:{free_port()}"}
+        said = one.status(f"datadist.switch_role(LLMRole.DECODER, {options})")
+        assert said == "LLM_PARAM_INVALID"
+        roles = "datadist._role.name, datadist._links._role.name"
+        assert one(f"[{roles}]") == ["MIX", "MIX"]
+        assert two(f"datadist.link_clusters([cluster(1, {at})])[0].name") == "LLM_SUCCESS"
+
+
 def test_first_generation_links_and_pulls():
     at = free_port()
     with (

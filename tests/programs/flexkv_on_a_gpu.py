@@ -88,7 +88,8 @@ def main(folder: Path) -> None:
             assert not got[:, :, 20:].any()
             manager.task_engine.transfer_engine.drain(DEADLINE_S)
             manager.check_integrity()
-            manager.task_engine.release_client(0)
+            manager.task_engine.forget_client(0)
+            manager.task_engine.transfer_engine.gpu_worker.unregister(0)
     print("moved")
 
 

@@ -32,16 +32,16 @@ _GIB: Final = 1 << 30
 
 
 class GlobalConfig:
-    """All settings by name: the environment's value or the default, read at the first use.
+    """All settings by name: a file's value, the environment's, or the default.
 
-    The first use raises as `load_user_config_from_env` does. Values from a file override these.
+    The environment is read at the first use, which raises as `load_user_config` does.
     """
 
     def __getattr__(self, name: str) -> Any:
         """Read the environment, at the first use."""
         if name not in BY_NAME:
             raise AttributeError(f"{name} is no setting of FlexKV; is {_nearest(name)} meant?")
-        found = load_user_config_from_env().settings
+        found = _user_config(_from_environment(os.environ) | vars(self)).settings
         for setting in SETTINGS:
             vars(self).setdefault(setting.name, found.get(setting.name, setting.default))
         return vars(self)[BY_NAME[name].name]
