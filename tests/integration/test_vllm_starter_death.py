@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -76,6 +78,36 @@ def test_starter_dead_before_the_check_counts(method: str, log: Path) -> None:
         started.kill()
         started.wait_until_gone()
         assert "closed" in log.read_text()
+
+
+class Starter(NamedTuple):
+    pid: int
+
+    def join(self) -> None:
+        raise AssertionError("a sibling may hold the pipe on which this waits")
+
+
+class SlowExit:
+    """A poll of the pidfd of a process that has lost its children, and dies after any timeout."""
+
+    def register(self, *_: object) -> None: ...
+
+    def poll(self, timeout_ms: int | None = None) -> list[int]:
+        return [] if timeout_ms is not None else [1]
+
+
+def test_slowly_dying_starter_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end_with_starter.os, "getppid", lambda: 0)
+    monkeypatch.setattr(end_with_starter.select, "poll", SlowExit)
+    end_with_starter._wait_for_end_of(Starter(pid=1))
+
+
+def test_younger_process_with_the_pid_is_no_starter() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as younger:
+        try:
+            end_with_starter._wait_for_end_of(Starter(younger.pid))
+        finally:
+            younger.kill()
 
 
 def test_grace_period_follows_start_and_tiers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvelastic import config
+from kvelastic.shared.liveness import start_time_ticks
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -38,9 +39,6 @@ _STARTING_S: Final = 3.0
 
 _LAST_S: Final = 1.0
 """After the grace: while the interpreter finalizes, no thread of Python's can kill the process."""
-
-_ENDS_MS: Final = 1000
-"""A dying process loses its children a moment before its pidfd becomes readable."""
 
 _vllms_own: Callable[..., None] | None = None
 """vLLM's `EngineCoreProc.run_engine_core`, while `start_engine_cores` has replaced it with ours.
@@ -129,15 +127,20 @@ def _wait_for_end_of(starter: Any) -> None:
         starter.join()
         return
     try:
+        # A dying process loses its children before its pidfd becomes readable.
+        if os.getppid() != starter.pid and _is_younger(starter.pid):
+            return  # the pid was reused
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
-        if os.getppid() != starter.pid and not waiting.poll(_ENDS_MS):
-            # Its pid was reused, or a fork server is in between.
-            starter.join()
-            return
         waiting.poll()
     finally:
         os.close(fd)
+
+
+def _is_younger(pid: int) -> bool:
+    """Whether a process began after this one. False if that is unknown."""
+    ticks, own_ticks = start_time_ticks(pid), start_time_ticks(os.getpid())
+    return ticks is not None and own_ticks is not None and ticks > own_ticks
 
 
 def _kill() -> None:
