@@ -128,6 +128,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(line)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_folder_of_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Another lane, or another run, has processes with the same names."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("run")
+        folder.chmod(0o700)
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     """Fail a test that leaves a segment of this very process, or one that no live process owns.
