@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from elastic_pools import key_of, make_memory, make_pool
 
 from kvelastic.integration.vllm.in_tiers import EngineTiers, NamedBlock
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.peer import engine as peer_engine
 
 # vLLM warns when it is imported, which is not tested here.
 pytestmark = [
@@ -149,6 +152,42 @@ class Peers:
     def hold(self, request: str, ids: list[int], keys: bytes) -> dict[str, str]:
         self.held.append(ids)
         return {"ticket": request}
+
+
+class Expected(list[Any]):
+    """The store of prefill engines; notes what is expected."""
+
+    def expect(self, *what: Any) -> None:
+        self.append(what)
+
+
+ASKED = {
+    "kvelastic_ticket": "01" * 16,
+    "kvelastic_node": 5,
+    "kvelastic_address": "unix:///run/prefill",
+}
+
+
+def tiers_that_decode(store: Expected) -> EngineTiers:
+    tiers: Any = object.__new__(EngineTiers)
+    tiers._namespace, tiers._peers = Namespace("m"), object.__new__(peer_engine.Peers)
+    tiers._peers.decodes, tiers._peers.store = True, store
+    return tiers
+
+
+def test_rejected_request_expects_no_block() -> None:
+    """vLLM sends its ticket with a prompt of one token, so that it is released."""
+    store = Expected()
+    tiers_that_decode(store).expect("r", ASKED, [])
+    [(request, ticket, keys, peer_keys)] = store
+    assert (request, ticket.node_id, keys, peer_keys) == ("r", 5, b"", b"")
+
+
+@pytest.mark.parametrize("node", ["1e999", "-1e999", "NaN", "null", "[]", '""', str(1 << 64), "-1"])
+def test_invented_node_gives_no_ticket(node: str) -> None:
+    store = Expected()
+    tiers_that_decode(store).expect("r", ASKED | {"kvelastic_node": json.loads(node)}, [])
+    assert store == []
 
 
 def test_missing_block_gives_no_ticket() -> None:

@@ -325,6 +325,14 @@ def test_dead_owner_is_a_miss_and_then_skipped(both: Both) -> None:
     assert both.store.has(key_of(101)) == [False]
 
 
+def test_refused_notice_suspends_calls_to_the_owner(both: Both) -> None:
+    """Otherwise each further notice would wait for it, before those to other engines."""
+    both.expect(both.owner.hold([1]), [1])
+    both.owner.node.close()
+    both.store.finish("own")
+    wait_until(lambda: 1 in both.store._peers and both.store._peers[1].breaker.problem)
+
+
 def test_restarted_owner_at_the_address_is_refused(both: Both) -> None:
     numbered = both.owner.hold([1])
     both.expect(Ticket(numbered.ticket, 3, numbered.address), [1])

@@ -115,11 +115,14 @@ class EngineTiers:
     # --- other engines --------------------------------------------------------------------------
 
     def expect(self, request: str, asked: dict[str, Any], blocks: Sequence[NamedBlock]) -> None:
-        """A request came with the ticket of a prefill engine for these blocks."""
+        """A request came with the ticket of a prefill engine for these blocks.
+
+        It may need none of them: vLLM also sends tickets of requests that its server has rejected.
+        """
         if self._peers is None or not self._peers.decodes:
             return
         ticket = self._peers.ticket_in(asked)
-        if ticket is not None and blocks:
+        if ticket is not None:
             names = [one.name for one in blocks]
             keys = b"".join(map(self.key_of, names))
             self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, names)))

@@ -107,7 +107,10 @@ class Peers:
             if len(ticket) != 16 or not 0 <= node_id < 1 << 64:
                 raise ValueError("the ticket has 16 bytes and a node's id 64 bits")
             return Ticket(ticket, node_id, parse_address(parameters[_ADDRESS]))
-        except (KvelasticError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (
+            *(KvelasticError, KeyError, TypeError, ValueError, AttributeError),
+            OverflowError,  # a node id of 1e999
+        ) as error:
             _log.warning("a request's ticket is not usable, its prompt is computed: %s", error)
             return None
 

@@ -170,6 +170,8 @@ class PeerStore(Store):
             if peer.breaker.allows_calls:
                 self._link(ticket, peer).ask(PROTOCOL.encode(Release(ticket.ticket)), ASK_S)
         except KvelasticError as error:
+            if error.code not in _REFUSALS:
+                peer.breaker.failed(str(error))  # other notices to it would wait as long
             _log.debug("the prefill engine holds blocks until their time is over: %s", error)
 
     # --- records --------------------------------------------------------------------------------
