@@ -456,5 +456,9 @@ def _group_for(
         reserve_bytes=0 if state.groups else state.reserve_bytes,
         name=f"{name}_g{group_id}" if name and group_id else None,
     )
-    pool.start_maintenance()
+    try:
+        pool.start_maintenance()
+    except BaseException:
+        pool.close()
+        raise
     return state.groups.setdefault(group_id, _Group(pool, layout, pages, num_blocks))

@@ -16,6 +16,7 @@ from waiting import DEADLINE_S
 from kvelastic import errors
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
 from kvelastic.shared.ledger import list_ledgers
 
@@ -51,6 +52,19 @@ def test_calls_before_init_raise_runtime_error(engine: ModuleType) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match=r"^kvelastic is not initialized"):
             call()
+
+
+def test_failed_start_of_a_pool_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ElasticPool) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv("KVELASTIC_IPC_NAME", "repeated")
+    vllm.init_kvelastic(device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(ElasticPool, "start_maintenance", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
+    assert vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS).alloc(1) is not None
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
