@@ -7,6 +7,7 @@ paths that serve them and refuses other upgrades. Malformed HTTP gets a JSON res
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +28,9 @@ _NO_UPGRADE: Final = Refusal(
 )
 _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
 _NO_HTTP: Final = Refusal(400, "invalid_http", "This is not a request in HTTP/1.1.")
+
+MOST_PIPELINED: Final = 4
+"""Reading stops while so many requests wait for the response of another one."""
 
 SEND_TIMEOUT = "kvelastic.send_timeout"
 """Key of a request's ASGI scope: its connection was cut because its client did not read."""
@@ -55,7 +59,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._upgrades = False
         """True if the current request is a WebSocket handshake that is served."""
         self._header_timer: asyncio.TimerHandle | None = None
-        self._earlier: list[RequestResponseCycle] = []
+        self._earlier: deque[RequestResponseCycle] = deque()
+        """Requests before the current one without a whole response, in order."""
         self._state = ConnectionState.SERVED
 
     def connection_made(self, transport: Any) -> None:
@@ -141,9 +146,13 @@ class _BoundedProtocol(HttpToolsProtocol):
                 self._refuse_upgrade()
         else:
             super().on_headers_complete()
+        while self._earlier and self._earlier[0].response_complete:
+            self._earlier.popleft()
         if previous is not None and not previous.response_complete:
-            self._earlier = [c for c in self._earlier if not c.response_complete]
             self._earlier.append(previous)
+            if len(self._earlier) < MOST_PIPELINED:
+                # uvicorn has paused reading, and would not see that the client disconnects.
+                self.flow.resume_reading()
 
     @property
     def _is_websocket(self) -> bool:
@@ -160,6 +169,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol, which then counts it."""
+        self._is_over = True  # no timer of HTTP may close it
         self.config.connections.leave(self)
         super().handle_websocket_upgrade()
 

@@ -86,9 +86,11 @@ def test_client_disconnect_cancels_the_engine_request(
     wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 
 
+@pytest.mark.parametrize("is_later", [False, True])
 def test_disconnect_of_pipelining_client_cancels_the_request(
-    front: Controller, engine: Engine
+    front: Controller, engine: Engine, is_later: bool
 ) -> None:
+    """Its second request comes with the first one, or once that is at the engine."""
     before = engine.count("cancelled")
     body = json.dumps({"model": "org/m", "fake": {"hang": "first"}}).encode()
     one = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -96,8 +98,10 @@ def test_disconnect_of_pipelining_client_cancels_the_request(
         body,
     )
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
-        sock.sendall(one + one)
+        sock.sendall(one if is_later else one + one)
         wait_until(lambda: engine.state()["in_flight"] == 1)
+        if is_later:
+            sock.sendall(one)
     wait_until(lambda: engine.count("cancelled") == before + 1)
     wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 

@@ -62,6 +62,22 @@ def in_flight(front: Controller, model: str = "m") -> int:
     return front.get("/models").json()["models"][model]["in_flight"]
 
 
+def test_socket_outlives_the_keep_alive_time(engine_of_all: Engine) -> None:
+    model = {"name": "m", "served_name": "org/m"}
+    config = config_for(engine_of_all, model=model, server={"keep_alive": "1s"})
+    with (
+        Controller(config) as front,
+        open_socket(front) as ws,
+        socket.create_connection(("127.0.0.1", front.port)) as idle,
+    ):
+        assert ws.recv() == CREATED
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while idle.recv(4096):  # until its own keep-alive time is over, which began later
+            pass
+        ws.send("still here")
+        assert ws.recv(DEADLINE_S) == "still here"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
