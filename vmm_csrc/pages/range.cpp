@@ -59,6 +59,12 @@ Range::Range(std::shared_ptr<Driver> driver, const Geometry& geometry, std::byte
       store_(driver_, geometry.extent_bytes) {}
 
 Range::~Range() {
+  // In a forked child the locks may be held by threads that it does not have, and the pages are the
+  // parent's.
+  if (!made_by_.is_this()) {
+    if (bell_ >= 0) ::close(bell_);
+    return;
+  }
   std::vector<PageIndex> pages;
   for (PageIndex page = 0; page < mapped_.size() && pages.size() < mapped_pages(); ++page) {
     if (mapped_[page] != 0) pages.push_back(page);

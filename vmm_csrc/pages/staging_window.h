@@ -25,7 +25,9 @@ class StagingWindow {
  public:
   StagingWindow(std::shared_ptr<Range> range, std::uint64_t rank)
       : range_(std::move(range)), rank_(rank) {}
-  ~StagingWindow() { look_at(nullptr); }
+  ~StagingWindow() {
+    if (range_->made_by().is_this()) look_at(nullptr);
+  }
   StagingWindow(const StagingWindow&) = delete;
   StagingWindow& operator=(const StagingWindow&) = delete;
 

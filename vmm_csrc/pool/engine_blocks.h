@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "base/own_process.h"
 #include "base/status.h"
 #include "driver/driver.h"
 #include "pages/staging.h"
@@ -39,7 +40,9 @@ class EngineBlocks {
   static Result<std::unique_ptr<EngineBlocks>> create(std::shared_ptr<Driver> driver,
                                                       std::vector<BlockPart> parts,
                                                       std::uint64_t blocks);
-  ~EngineBlocks() { look_at(nullptr); }
+  ~EngineBlocks() {
+    if (made_by_.is_this()) look_at(nullptr);
+  }
   EngineBlocks(const EngineBlocks&) = delete;
   EngineBlocks& operator=(const EngineBlocks&) = delete;
 
@@ -63,6 +66,7 @@ class EngineBlocks {
   /// Keeps the last used staging pinned. Copies from unpinned memory work too, only slower.
   void look_at(std::shared_ptr<Staging> staging);
 
+  const OwnProcess made_by_;
   const std::shared_ptr<Driver> driver_;
   const std::vector<BlockPart> parts_;
   const std::uint64_t blocks_;

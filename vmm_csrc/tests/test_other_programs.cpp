@@ -1,5 +1,8 @@
 // What other programs hold of a GPU, while members' pages come and go: the driver's figure and the
 // ledger's are of two moments, and each test looks in one of the windows between them.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <array>
 #include <functional>
 #include <memory>
@@ -148,6 +151,29 @@ std::shared_ptr<Pool> make_pool(std::shared_ptr<Backing> backing,
 }
 
 }  // namespace
+
+TEST(range_can_be_destroyed_in_child_forked_during_unmap) {
+  auto host = HostDriver::open();
+  REQUIRE(static_cast<bool>(host));
+  auto gpu = std::make_shared<GatedGpu>(std::shared_ptr<Driver>(*std::move(host)));
+  auto range = Range::reserve(gpu, one_block_a_page(2, HostDriver::kGranularityBytes));
+  REQUIRE(static_cast<bool>(range));
+  const std::array<PageIndex, 1> page{0};
+  REQUIRE((*range)->map(page));
+  pid_t child = 0;
+  gpu->after_unmap = [&] {
+    if (child != 0) return;
+    child = ::fork();
+    if (child == 0) {  // with the range's lock held
+      ::alarm(60);
+      range->reset();
+      ::_exit(0);
+    }
+  };
+  CHECK((*range)->unmap(page, Afterwards::kDestroy));
+  int status = -1;
+  CHECK(::waitpid(child, &status, 0) == child && status == 0);
+}
 
 TEST(foreign_usage_is_unchanged_while_pages_arrive) {
   Ledger ledger;
