@@ -88,18 +88,21 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
     registry.register(collector)
     endings = {signal.SIGINT, signal.SIGTERM}
     # Block the signals before threads start and inherit the mask. The main thread waits for them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     try:
-        server, thread = start_http_server(address.port, address.host, registry)
-    except OSError as error:
-        fail(f"cannot listen on {address}: {error.strerror or error}.")
-    server.set_app(_only_metrics(make_wsgi_app(registry)))
-    listening = Address(address.host, server.server_port)
-    print_lines(f"Serving http://{listening}/metrics until Ctrl-C.")
-    signal.sigwait(endings)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+        try:
+            server, thread = start_http_server(address.port, address.host, registry)
+        except OSError as error:
+            fail(f"cannot listen on {address}: {error.strerror or error}.")
+        server.set_app(_only_metrics(make_wsgi_app(registry)))
+        listening = Address(address.host, server.server_port)
+        print_lines(f"Serving http://{listening}/metrics until Ctrl-C.")
+        signal.sigwait(endings)
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # `kvctl shell` runs more commands
 
 
 def _segments() -> list[SegmentInfo]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -188,6 +191,41 @@ def test_ctrl_c_ends_a_non_interactive_shell(owner):
         rest, _ = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 130
     assert rest == ""  # the second `version` did not run
+
+
+@pytest.mark.slow
+def test_signals_work_after_metrics_has_ended():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        subprocess.Popen(
+            [KVCTL, "shell"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as shell,
+    ):
+        try:
+            shell.stdin.write(f"metrics --listen 127.0.0.1:{taken.getsockname()[1]}\n")
+            shell.stdin.write("version\n")
+            shell.stdin.flush()
+            assert "cannot listen" in shell.stderr.readline()
+            assert shell.stdout.readline().startswith("kvctl")
+            assert blocked_signals(shell.pid) == 0
+            shell.stdin.write("metrics --listen 127.0.0.1:0\nversion\n")
+            shell.stdin.flush()
+            assert shell.stdout.readline().startswith("Serving")
+            shell.send_signal(signal.SIGTERM)
+            assert shell.stdout.readline().startswith("kvctl")
+            assert blocked_signals(shell.pid) == 0
+        finally:
+            shell.kill()
+
+
+def blocked_signals(pid: int) -> int:
+    """Return the mask of the signals that the main thread of a process blocks."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^SigBlk:\s+([0-9a-f]+)$", status, re.MULTILINE)[1], 16)
 
 
 def wait_until_requested(name: str) -> None:
