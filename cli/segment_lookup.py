@@ -50,6 +50,14 @@ def rows(names: tuple[str, ...]) -> list[Row]:
     return list({by_name[name]["name"]: by_name[name] for name in names}.values())
 
 
+def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the segments' own names for `names`, which may be names of kvcached segments.
+
+    Raises `SegmentNotFoundError` for unknown names.
+    """
+    return tuple(row["name"] for row in rows(names)) if names else ()
+
+
 def readable(name: str, reaped: list[str]) -> SegmentInfo:
     """Return one readable segment. `reaped` is the result of `sweep`.
 

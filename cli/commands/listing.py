@@ -13,7 +13,7 @@ from kvelastic.cli.arguments import NameType, SecondsType, remote_controller
 from kvelastic.cli.rendering.fitting_table import show
 from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.tables import plain_table, rich_table
-from kvelastic.cli.segment_lookup import rows, sweep
+from kvelastic.cli.segment_lookup import own_names, rows, sweep
 from kvelastic.instance.row import Row
 
 
@@ -61,14 +61,13 @@ def watch_command(
     there = remote_controller()
     if there is None:
         sweep()
-        rows(names)  # an unknown name is an error now, instead of an empty table
+        names = own_names(names)  # an unknown name is an error now, instead of an empty table
 
     def look() -> list[Row]:
         if there is not None:
             return list(there.rows(names))
         sweep(quiet=True)
-        wanted = set(names)
-        return [row for row in rows(()) if not wanted or row["name"] in wanted]
+        return [row for row in rows(()) if not names or row["name"] in names]
 
     watch(look, interval_s, count, as_json=as_json)
 

@@ -12,7 +12,7 @@ from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.program import Program
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import print_lines
-from kvelastic.cli.segment_lookup import known_names, rows, sweep
+from kvelastic.cli.segment_lookup import known_names, own_names, sweep
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
 
 _PIPE_COLUMNS = 120
@@ -60,7 +60,7 @@ def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) 
     """
     if names:
         sweep()
-        rows(names)  # an unknown name is an error now, instead of an empty screen
+        names = own_names(names)  # an unknown name is an error now, instead of an empty screen
     if once:
         print_lines(*_once(names, interval_s).split("\n"))
         return

@@ -50,6 +50,13 @@ def test_client_reads_the_usage_that_kvctl_lists(pool: ElasticPool) -> None:
     wait_until(agrees)
 
 
+@pytest.mark.parametrize("command", ["list", "watch --count 1", "kvtop --once"])
+def test_lists_accept_the_kvcached_name(pool: ElasticPool, command: str) -> None:
+    shown = kvctl(*command.split(), NAME)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert f"{NAME}.kvelastic" in shown.stdout
+
+
 def test_file_shows_usage_when_alloc_returns(
     pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
