@@ -21,9 +21,10 @@ from kvelastic.cli.kvtop.view import screen
 def run(names: Sequence[str], interval_s: float) -> None:
     """Show the screen until the user ends it. Raises `TerminalError` if there is no terminal."""
     events: Events = SimpleQueue()
-    with Terminal.opened(events) as terminal:
-        outside = Outside(names=names, interval_s=interval_s, events=events)
-        outside.start()
+    with (
+        Terminal.opened(events) as terminal,
+        Outside(names=names, interval_s=interval_s, events=events) as outside,
+    ):
         App(terminal, outside, events).run()
 
 

@@ -1,8 +1,8 @@
 """The poller: reads instances and makes requests on its own threads, so keys never wait.
 
-outside = Outside(names=(), interval_s=1.0, events=events)
-outside.start(); outside.look_soon(); outside.ask(ask)
-news = events.get()                      # a Scene, or a Notice
+with Outside(names=(), interval_s=1.0, events=events) as outside:
+    outside.look_soon(); outside.ask(ask)
+    news = events.get()                      # a Scene, or a Notice
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWER_WAIT_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Notice:
-    """The outcome of a request as a message."""
+    """The outcome of a request, or an error, as a message."""
 
     message: str
     mood: Mood
@@ -64,20 +64,30 @@ def request(ask: Ask) -> Notice:
 
 
 class Outside:
-    """Two threads: one reads every `interval_s` seconds, one sends requests in order."""
+    """Two threads: one reads every `interval_s` seconds, one sends requests in order.
+
+    They start with the context. After its end they finish the present read and the queued requests.
+    """
 
     def __init__(self, *, names: Sequence[str], interval_s: float, events: Events) -> None:
-        """Scenes and outcomes are put into `events`."""
+        """Scenes, outcomes and errors are put into `events`."""
         self._names = names
         self._interval_s = interval_s
         self._events = events
         self._look_now = threading.Event()
-        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._is_over = False
+        self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        """None: no request follows."""
 
-    def start(self) -> None:
-        """Start the threads with an immediate read. They are daemons that end with the process."""
+    def __enter__(self) -> Outside:
         for work in (self._look_again_and_again, self._request_one_after_another):
             threading.Thread(target=work, daemon=True, name=f"kvtop{work.__name__}").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._look_now.set()
+        self._asks.put(None)
 
     def look_soon(self) -> None:
         """Read again without waiting for the end of the interval."""
@@ -90,13 +100,17 @@ class Outside:
     def _look_again_and_again(self) -> None:
         while True:
             self._look_now.clear()
+            if self._is_over:  # after `clear`, which may have undone the `set` at the end
+                return
             begun_s = time.monotonic()
-            self._events.put(look(self._names))
+            try:
+                self._events.put(look(self._names))
+            except KvelasticError as error:
+                self._events.put(Notice(f"the instances could not be read: {error}", "bad"))
             self._look_now.wait(max(0.0, begun_s + self._interval_s - time.monotonic()))
 
     def _request_one_after_another(self) -> None:
-        while True:
-            ask = self._asks.get()
+        while (ask := self._asks.get()) is not None:
             self._events.put(request(ask))
             self.look_soon()  # the request has changed the shown values
 

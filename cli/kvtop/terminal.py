@@ -96,7 +96,8 @@ class Terminal:
                     " `kvtop --once` prints one plain screen"
                 ) from None
             try:
-                yield cls(window, events)
+                with _input_into(events) as resume_fd:
+                    yield cls(window, resume_fd)
             finally:
                 with suppress(curses.error):
                     window.keypad(False)
@@ -104,8 +105,9 @@ class Terminal:
                     curses.echo()
                     curses.endwin()
 
-    def __init__(self, window: curses.window, events: Events) -> None:
+    def __init__(self, window: curses.window, resume_fd: int) -> None:
         self._window = window
+        self._resume_fd = resume_fd
         curses.noecho()
         curses.cbreak()
         curses.set_escdelay(_ESCAPE_WAIT_MS)
@@ -117,9 +119,6 @@ class Terminal:
         codeset = locale.nl_langinfo(locale.CODESET)
         is_able = has_blocks(codeset) and has_blocks(sys.stdout.encoding or "ascii")
         self.glyphs: Glyphs = UNICODE if is_able else ASCII
-        self._is_read = threading.Event()
-        """Set when the typed keys were read."""
-        threading.Thread(target=self._watch_input, args=(events,), daemon=True).start()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -141,19 +140,6 @@ class Terminal:
         self._window.noutrefresh()
         curses.doupdate()
 
-    def _watch_input(self, events: Events) -> None:
-        """Report that keys were typed, or that the terminal was closed. Runs in its own thread."""
-        poll = select.poll()
-        poll.register(sys.stdin.fileno(), select.POLLIN)
-        while True:
-            ((_, state),) = poll.poll()
-            if state & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
-                events.put("end")
-                return
-            self._is_read.clear()
-            events.put("input")
-            self._is_read.wait()
-
     def _attribute(self, span: Span) -> int:
         attribute = self._styles.get(span.style, curses.A_NORMAL)
         if not span.is_selected:
@@ -168,7 +154,7 @@ class Terminal:
             try:
                 key = self._window.get_wch()
             except (curses.error, ValueError):  # no more input, or bytes outside the encoding
-                self._is_read.set()
+                os.write(self._resume_fd, b"\n")
                 return found
             if isinstance(key, int):
                 name = _KEY_NAMES.get(key, "")
@@ -204,6 +190,41 @@ def _styles() -> dict[str, int]:
             curses.init_pair(number, colour, background)
             styles[style] = styles.get(style, 0) | curses.color_pair(number)
     return styles
+
+
+@contextmanager
+def _input_into(events: Events) -> Iterator[int]:
+    """Turn typed keys into events. Yields the file to write a byte to when the keys were read."""
+    wait_fd, resume_fd = os.pipe()
+    watching = threading.Thread(target=_watch_input, args=(events, wait_fd), daemon=True)
+    watching.start()
+    try:
+        yield resume_fd
+    finally:
+        os.close(resume_fd)
+        watching.join()
+        os.close(wait_fd)
+
+
+def _watch_input(events: Events, wait_fd: int) -> None:
+    """Report that keys were typed, or that the terminal was closed, until `wait_fd` is at its end.
+
+    Runs in its own thread.
+    """
+    typed_fd = sys.stdin.fileno()
+    poll = select.poll()
+    poll.register(typed_fd, select.POLLIN)
+    poll.register(wait_fd, select.POLLIN)
+    while True:
+        states = dict(poll.poll())
+        if wait_fd in states:
+            return
+        if states[typed_fd] & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+            events.put("end")
+            return
+        events.put("input")
+        if not os.read(wait_fd, 1):
+            return
 
 
 @contextmanager

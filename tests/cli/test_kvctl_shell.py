@@ -22,6 +22,7 @@ from kvelastic.shared import segment
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 PROMPT = "kvctl> "
+SCREEN_BEGINS, SCREEN_ENDS = "\x1b[?1049h", "\x1b[?1049l"
 
 
 @pytest.fixture
@@ -277,6 +278,21 @@ def test_ctrl_c_interrupts_only_the_command(terminal, owner):
     terminal.type("version\r")
     terminal.until("kvctl 0")
     terminal.until(PROMPT)
+
+
+@pytest.mark.slow
+def test_kvtop_leaves_no_thread_in_the_shell(terminal):
+    tasks = Path(f"/proc/{terminal.process.pid}/task")
+    before = len(list(tasks.iterdir()))
+    for _ in range(2):
+        terminal.type("kvtop\r")
+        terminal.until(SCREEN_BEGINS)
+        terminal.type("q")
+        terminal.until(SCREEN_ENDS)
+        terminal.until(PROMPT)
+    terminal.type("version\r")  # and no thread takes the keys
+    terminal.until("kvctl 0")
+    wait_until(lambda: len(list(tasks.iterdir())) == before)
 
 
 @pytest.mark.slow

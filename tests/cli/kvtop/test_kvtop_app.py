@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 
 import pytest
-from scenes import ONE
-from waiting import DEADLINE_S
+from scenes import ONE, instance
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.cli.kvtop import poller
 from kvelastic.cli.kvtop.app import App
@@ -15,6 +16,7 @@ from kvelastic.cli.kvtop.keys import Ask
 from kvelastic.cli.kvtop.poller import Notice, Outside, look
 from kvelastic.cli.kvtop.terminal import Events
 from kvelastic.cli.kvtop.text import ASCII, Line
+from kvelastic.errors import SegmentError
 
 
 class TypedTerminal:
@@ -50,15 +52,19 @@ def terminal(monkeypatch):
     monkeypatch.setattr(poller, "look", lambda names: ONE)
     events: Events = queue.SimpleQueue()
     terminal = TypedTerminal(events)
-    outside = Outside(names=(), interval_s=3600, events=events)
-    outside.start()
-    running = threading.Thread(target=App(terminal, outside, events).run)
-    running.start()
-    terminal.wait_for("kvelastic_vllm_1")
-    yield terminal
-    terminal.press("escape", "escape", "q")
-    running.join(DEADLINE_S)
-    assert not running.is_alive()
+    with Outside(names=(), interval_s=3600, events=events) as outside:
+        running = threading.Thread(target=App(terminal, outside, events).run)
+        running.start()
+        terminal.wait_for("kvelastic_vllm_1")
+        yield terminal
+        terminal.press("escape", "escape", "q")
+        running.join(DEADLINE_S)
+        assert not running.is_alive()
+    wait_until(lambda: not threads_of_kvtop())
+
+
+def threads_of_kvtop() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("kvtop")]
 
 
 def test_keys_work_while_a_request_is_pending(terminal, monkeypatch):
@@ -97,6 +103,29 @@ def test_keys_work_while_a_refresh_is_slow(terminal, monkeypatch):
     terminal.press("?")
     terminal.wait_for("evicted when needed")
     may_end.set()
+
+
+def test_failed_refresh_is_reported_and_the_next_works(terminal, monkeypatch):
+    def fail(names):
+        raise SegmentError("cannot list /dev/shm: Too many open files")
+
+    monkeypatch.setattr(poller, "look", fail)
+    terminal.press(" ")
+    terminal.wait_for("could not be read: cannot list /dev/shm: Too many open files")
+    monkeypatch.setattr(poller, "look", lambda names: replace(ONE, instances=(instance("other"),)))
+    terminal.press(" ")
+    terminal.wait_for("other")
+
+
+def test_requests_before_the_end_are_sent(monkeypatch):
+    monkeypatch.setattr(poller, "look", lambda names: ONE)
+    monkeypatch.setattr(poller, "request", lambda ask: Notice("sent", "good"))
+    events: Events = queue.SimpleQueue()
+    with Outside(names=(), interval_s=3600, events=events) as outside:
+        outside.ask(Ask("kvelastic_vllm_1", "kvelastic_vllm_1", "limit", 7))
+    wait_until(lambda: not threads_of_kvtop())
+    found = [events.get() for _ in range(events.qsize())]
+    assert Notice("sent", "good") in found
 
 
 def test_refresh_works_without_ledgers(monkeypatch):
