@@ -116,5 +116,7 @@ def _that_fit(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def _cells_of(column: Column) -> int:
-    widest = max(map(len, (column.title, *column.cells)))
+    from rich.cells import cell_len
+
+    widest = max(map(cell_len, (column.title, *map(str, column.cells))))
     return column.most_cells if column.is_fixed else min(widest, column.most_cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def _columns(rows: list[Row]) -> list[Column]:
     names = [printable(row["name"]) for row in rows]
     node = column("Node", len("255.255.255.255"), 0, _node, is_left=True)
     return [
-        Column("Name", names, 0, is_left=True, most_cells=max(8, *map(len, names)), least_cells=8),
+        Column("Name", names, 0, is_left=True, most_cells=sys.maxsize, least_cells=8),
         *([node] if any("node" in row for row in rows) else []),
         column("State", len("unreadable"), 2, shown_state, is_left=True, style=_state_style),
         column("Limit", _SIZE_CELLS, 0, _limit_text),

@@ -496,13 +496,25 @@ def test_control_characters_in_names_are_replaced(name):
     assert printable(hostile) == "a\ufffd[31mred\ufffdnext\ufffdline"
     info = segment.SegmentInfo(f"x[bold]{hostile}", "unreadable", problem="damaged")
     assert "\x1b" not in plain_table([row_of(status_of(info))])
+    drawn = drawn_table(info, 200)
+    assert "x[bold]a" in drawn
+    assert "\x1b[31m" not in drawn
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 140, 160, 180, 200])
+def test_names_of_wide_characters_are_not_folded(width):
+    info = segment.SegmentInfo("日本語" * 7, "unreadable", problem="damaged")
+    assert info.name in drawn_table(info, width)
+
+
+def drawn_table(info, width: int) -> str:
+    """The table of one instance on a terminal."""
     from rich.console import Console
 
-    console = Console(width=200, no_color=True)
+    console = Console(width=width, no_color=True)
     with console.capture() as captured:
-        console.print(rich_table([row_of(status_of(info))], 200))
-    assert "x[bold]a" in captured.get()
-    assert "\x1b[31m" not in captured.get()
+        console.print(rich_table([row_of(status_of(info))], width))
+    return captured.get()
 
 
 @pytest.mark.parametrize(
