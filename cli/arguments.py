@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from kvelastic.cli.controller_calls import RemoteController
+
+_MOST_S: Final = 365 * 86400
+"""Maximum time in seconds. Python's waits raise an `OverflowError` beyond 292 years."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -74,7 +76,7 @@ AGE: Final = ParsedType("age", parse_age_s)
 
 
 class SecondsType(click.ParamType):  # type: ignore[type-arg]
-    """A time in seconds, at least `least_s`."""
+    """A time in seconds, at least `least_s`, and at most a year."""
 
     name = "seconds"
 
@@ -89,8 +91,8 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
             seconds = float(value)
         except ValueError:
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        if not math.isfinite(seconds) or seconds < self.least_s:
-            self.fail(f"{value!r} must be at least {self.least_s:g} seconds", param, ctx)
+        if not self.least_s <= seconds <= _MOST_S:
+            self.fail(f"{value!r} must be {self.least_s:g} to {_MOST_S} seconds", param, ctx)
         return seconds
 
 

@@ -378,6 +378,14 @@ def test_watch_refuses_unknown_name_and_invalid_interval(owner):
     assert kvctl("watch", "-n", "nan").exit_code == 2
 
 
+@pytest.mark.parametrize("words", ["watch -n", "kvtop -n", "stats x --interval", "trim x --wait"])
+@pytest.mark.parametrize("seconds", ["1e10", "inf", "nan", "-1"])
+def test_times_out_of_range_are_refused(words, seconds):
+    result = kvctl(*words.split(), seconds)
+    assert result.exit_code == 2
+    assert "to 31536000 seconds" in result.stderr
+
+
 @pytest.mark.slow
 def test_watch_exits_cleanly_on_sigint_or_closed_pipe(owner):
     watching = subprocess.Popen(
