@@ -6,9 +6,9 @@
     there.set_asleep("chat", True)
 
 The HTTP front of a cluster (docs/cluster.md) has the same routes. `name` is the instance's model at
-the controller (in a cluster: its replica) or the instance's own name. All calls block, at most for
-the operation's own time and another `_ANSWER_S`. They end the command with an error (`fail`) if the
-controller cannot be reached, refuses the call, or returns an unknown response.
+the controller (in a cluster: its replica) or the instance's own name. All calls block. They end the
+command with an error (`fail`) if the controller cannot be reached, refuses the call, returns an
+unknown response, or sends nothing for the operation's own time and another `_ANSWER_S`.
 """
 
 from __future__ import annotations
