@@ -33,7 +33,7 @@ def sweep(*, quiet: bool = False) -> list[str]:
 
 
 def rows(names: tuple[str, ...]) -> list[Row]:
-    """Return the rows of all segments, or of the named ones.
+    """Return the rows of every segment, or of the named ones.
 
     Raises `SegmentNotFoundError` for unknown names.
     """

@@ -44,7 +44,7 @@ def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
 
 
 def tier_bar(tier: TierStatus, width: int, glyphs: Glyphs) -> Line:
-    """Return the used part of the tier's limit; empty if the tier has no limit of its own."""
+    """Return the used part of the tier's limit; empty if the tier has no limit."""
     if tier.limit_bytes is None:
         return []
     return _bar({"cached": tier.used_bytes}, tier.limit_bytes, width, glyphs)

@@ -20,7 +20,7 @@ HISTORY_LOOKS: Final = 120
 
 
 class Model:
-    """The history of all instances. It does no input or output, and reads no clock."""
+    """The history of every instance. It does no input or output, and reads no clock."""
 
     def __init__(self) -> None:
         self.ended: tuple[str, ...] = ()

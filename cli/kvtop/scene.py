@@ -142,7 +142,7 @@ def scene_of(
     names: Sequence[str] = (),
     all_shown: Mapping[str, TiersStatus] | None = None,
 ) -> Scene:
-    """Return the scene of all segments, or with `names` of these instances and their devices.
+    """Return the scene of every segment, or of the instances in `names` and their devices.
 
     `all_shown` has the statistics of tiers by the names of segments.
     """

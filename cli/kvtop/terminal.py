@@ -153,7 +153,7 @@ class Terminal:
         while True:
             try:
                 key = self._window.get_wch()
-            except (curses.error, ValueError):  # no more input, or bytes outside the encoding
+            except (curses.error, ValueError):  # no input, or bytes outside the encoding
                 os.write(self._resume_fd, b"\n")
                 return found
             if isinstance(key, int):

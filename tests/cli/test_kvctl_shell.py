@@ -225,8 +225,8 @@ def test_signals_work_after_metrics_has_ended():
 
 def blocked_signals(pid: int) -> int:
     """Return the mask of the signals that the main thread of a process blocks."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"^SigBlk:\s+([0-9a-f]+)$", status, re.MULTILINE)[1], 16)
+    (mask,) = re.findall(r"SigBlk:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return int(mask, 16)
 
 
 def wait_until_requested(name: str) -> None:
