@@ -253,11 +253,14 @@ def test_store_closes_in_a_child_forked_during_calls(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB, io=files)
     putting = threading.Thread(target=put, args=(store, [1]))
     putting.start()
+
+    def read_and_close() -> None:
+        whole(store, [1])
+        store.close()
+
     assert files.reached.wait(DEADLINE_S)
     with store._counting:  # as a thread that counts would
-        child = multiprocessing.get_context("fork").Process(
-            target=lambda: (whole(store, [1]), store.close())
-        )
+        child = multiprocessing.get_context("fork").Process(target=read_and_close)
         child.start()
     child.join(DEADLINE_S)
     files.release.set()

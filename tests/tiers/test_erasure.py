@@ -238,7 +238,8 @@ def test_failed_erasure_unlocks_all_files(tmp_path: Path, monkeypatch: pytest.Mo
         put(store, [number])
     for store in exited:
         store.close()
-    sync, failed = DataFile.sync, []
+    sync = DataFile.sync
+    failed: list[DataFile] = []
 
     def fail_once(file: DataFile) -> None:
         if not failed:
