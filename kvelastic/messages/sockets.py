@@ -1,13 +1,14 @@
 """The sockets of servers at `unix:///path` or `tcp://host:port`, and connections to them.
 
-A Unix socket's file has mode 0600. A new server removes the file of a killed one. It does so under
-a lock of the folder, so that two servers that start at once do not remove each other's file.
+A Unix socket's file has mode 0600. A new server removes the file of a killed one. The file of a
+server that does not listen yet looks the same. So servers start under a lock of the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -37,11 +38,11 @@ class ListeningSocket:
         try:
             if address.is_unix:
                 os.fchmod(self.socket.fileno(), 0o600)  # the mode that bind gives to the file
-                self._bind_path(Path(address.path))
+                self._listen_at(Path(address.path))
             else:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind((address.host, address.port))
-            self.socket.listen(_BACKLOG)
+                self.socket.listen(_BACKLOG)
             self.socket.setblocking(False)
         except OSError as error:
             self.close()
@@ -58,18 +59,14 @@ class ListeningSocket:
         )
         """The address with the actual port."""
 
-    def _bind_path(self, path: Path) -> None:
-        self._path = path
-        try:
-            self.socket.bind(str(path))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            with _locked_folder(path.parent):
+    def _listen_at(self, path: Path) -> None:
+        with _locked_folder(path.parent):
+            with contextlib.suppress(FileNotFoundError):
                 remove_if_dead(path)
-                self.socket.bind(str(path))
-        found = path.lstat()
-        self._inode = (found.st_dev, found.st_ino)
+            self.socket.bind(str(path))
+            found = path.lstat()
+            self._path, self._inode = path, (found.st_dev, found.st_ino)
+            self.socket.listen(_BACKLOG)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -104,6 +101,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
             raise ChannelError(f"another process holds a lock of {folder}; choose another folder")
         yield
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the lock
         os.close(fd)
 
 
