@@ -70,13 +70,14 @@ class ListeningSocket:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self.socket.close()
         inode, self._inode = self._inode, None
         if inode is not None:
+            # While this socket listens, no other server removes its file and takes the name.
             with contextlib.suppress(OSError):
                 found = self._path.lstat()
-                if (found.st_dev, found.st_ino) == inode:  # it may be another server's now
+                if (found.st_dev, found.st_ino) == inode:  # an operator may have removed the file
                     self._path.unlink()
+        self.socket.close()
 
 
 def remove_if_dead(path: Path) -> None:

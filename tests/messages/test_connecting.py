@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,6 +60,33 @@ def test_two_servers_starting_at_once_exclude_another(
         assert is_reachable(address)
     finally:
         first.close()
+
+
+def test_ending_server_keeps_its_successors_socket(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor starts just before the server that ends removes its file."""
+    unlink = Path.unlink
+    successors: list[ListeningSocket] = []
+
+    @once
+    def start_successor() -> None:
+        with contextlib.suppress(ChannelError):  # the first server still has the address
+            successors.append(ListeningSocket(address))
+
+    def unlink_late(self: Path, missing_ok: bool = False) -> None:
+        start_successor()
+        unlink(self, missing_ok)
+
+    first = ListeningSocket(address)
+    monkeypatch.setattr(Path, "unlink", unlink_late)
+    first.close()
+    if not successors:
+        successors.append(ListeningSocket(address))
+    try:
+        assert is_reachable(address)
+    finally:
+        successors[0].close()
 
 
 def test_child_of_a_starting_server_holds_no_lock(
