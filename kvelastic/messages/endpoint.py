@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from math import inf
 from typing import Final
@@ -96,16 +96,13 @@ class _Guest(Newcomer):
             raise ChannelClosedError("the peer does not read during the handshake")
 
     def admit(self) -> None:
-        connection = self._endpoint.adopt(self.socket, self.peer, self._reader, self._writer)
-        try:
-            self.opened.set_result(connection)
-        except InvalidStateError:  # the caller of `connect` has stopped waiting
-            connection.close()
+        self.opened.set_result(
+            self._endpoint.adopt(self.socket, self.peer, self._reader, self._writer)
+        )
 
     def refuse(self, error: Exception) -> None:
         if self._is_client:
-            with contextlib.suppress(InvalidStateError):
-                self.opened.set_exception(error)
+            self.opened.set_exception(error)
         else:
             self._endpoint.note_refusal(self.peer, error)
             reported = error
@@ -118,6 +115,11 @@ class _Guest(Newcomer):
         for fd in self._reader.take_descriptors():
             os.close(fd)
         self.socket.close()
+
+
+def _close_unused(opened: Future[Connection]) -> None:
+    if opened.exception() is None:
+        opened.result().close()
 
 
 class Endpoint(Closing):
@@ -219,33 +221,35 @@ class Endpoint(Closing):
     def connect(self, address: Address, timeout_s: float = 5.0) -> Connection:
         """Connect to another endpoint.
 
-        Blocks for up to `timeout_s` seconds to connect, and again for the handshake. Raises
-        `ChannelClosedError` if no server listens there, `ChannelTimeoutError`, `AccessDeniedError`
-        (from either side), `MessageVersionError`, `ConfigError` for TCP without a secret, and
-        `InvalidArgumentError` in the endpoint's own thread.
+        Blocks for at most `timeout_s` seconds. Raises `ChannelClosedError` if no server listens
+        there, `ChannelTimeoutError`, `AccessDeniedError` (from either side), `MessageVersionError`,
+        `ConfigError` for TCP without a secret, and `InvalidArgumentError` in the endpoint's own
+        thread. After any exception, also of a signal's handler, the connection is closed.
         """
         if threading.current_thread() is self._thread:
             raise InvalidArgumentError("a handler cannot connect; use a separate thread")
         if not address.is_unix and self._secret is None:
             raise ConfigError(f"{address} needs a secret: give the file that the peer has as well")
+        deadline_s = time.monotonic() + timeout_s
         connected = connect_socket(address, timeout_s)
         drop_in_children(connected)
         connected.setblocking(False)
         guest = _Guest(self, connected, is_client=True)
-        self.run_soon(partial(self._newcomers.add, guest))
-        wait([guest.opened], timeout_s)
-        if guest.opened.cancel():
-            late = ChannelTimeoutError(f"{address} has not answered in {timeout_s:g} s")
-            self.run_soon(partial(self._newcomers.refuse, guest, late))
-            if self._is_closing:
-                connected.close()
-            raise late
         try:
+            self.run_soon(partial(self._newcomers.add, guest))
+            wait([guest.opened], max(deadline_s - time.monotonic(), 0))
+            if not guest.opened.done():
+                raise ChannelTimeoutError(f"{address} has not answered in {timeout_s:g} s")
             return guest.opened.result()
-        except KvelasticError:  # some are OSErrors too
+        except BaseException as error:
+            guest.opened.add_done_callback(_close_unused)
+            gone = ChannelClosedError("the caller of `connect` has stopped waiting")
+            self.run_soon(partial(self._newcomers.refuse, guest, gone))
+            if self._is_closing:  # the thread may have ended
+                connected.close()
+            if isinstance(error, OSError) and not isinstance(error, KvelasticError):
+                raise ChannelClosedError(f"{address} has gone: {error}") from error
             raise
-        except OSError as error:
-            raise ChannelClosedError(f"{address} has gone: {error}") from error
 
     def run_soon(self, do: Callable[[], None]) -> None:
         """Call `do` in the endpoint's thread. `do` must not block. Its exceptions are logged."""

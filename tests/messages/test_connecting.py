@@ -6,14 +6,17 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
-from waiting import DEADLINE_S
+from spoken import PROTOCOL, answer
+from waiting import DEADLINE_S, wait_until
 
-from kvelastic.errors import ChannelError
-from kvelastic.messages import Address, parse_address, sockets
+from kvelastic.errors import ChannelError, ChannelTimeoutError
+from kvelastic.messages import Address, Connection, Endpoint, endpoint, parse_address, sockets
 from kvelastic.messages.sockets import ListeningSocket, connect_socket
 
 
@@ -31,6 +34,25 @@ def once(do: Callable[[], None]) -> Callable[[], None]:
             left.pop()()
 
     return call
+
+
+class Interrupted(BaseException):
+    """A signal's handler raises it."""
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+@pytest.fixture
+def interrupted_by_signals() -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(DEADLINE_S)
 
 
 def is_reachable(address: Address) -> bool:
@@ -60,6 +82,77 @@ def test_two_servers_starting_at_once_exclude_another(
         assert is_reachable(address)
     finally:
         first.close()
+
+
+def test_slow_connect_shortens_the_handshake(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+    def connect_slowly(to: Address, timeout_s: float) -> socket.socket:
+        clock.now_s += timeout_s
+        return connect_socket(to, timeout_s)
+
+    clock = Clock()
+    with socket.socket(socket.AF_UNIX) as silent, Endpoint(PROTOCOL, answer) as client:
+        silent.bind(address.path)
+        silent.listen()
+        monkeypatch.setattr(endpoint, "time", clock)
+        monkeypatch.setattr(endpoint, "connect_socket", connect_slowly)
+        with pytest.raises(ChannelTimeoutError, match="has not answered"):
+            client.connect(address, DEADLINE_S)
+
+
+@pytest.mark.usefixtures("interrupted_by_signals")
+def test_interrupted_connect_leaves_no_connection(address: Address) -> None:
+    """The server answers after that."""
+    answers = threading.Event()
+    main_thread = threading.get_ident()
+
+    def interrupt_handshake() -> None:
+        wait_until(lambda: client._newcomers.doors, "the handshake has not begun")
+        signal.pthread_kill(main_thread, signal.SIGUSR1)
+
+    with (
+        Endpoint(PROTOCOL, answer, listen=[address]) as server,
+        Endpoint(PROTOCOL, answer) as client,
+    ):
+        server.run_soon(lambda: wait_for(answers))
+        other = threading.Thread(target=interrupt_handshake)
+        other.start()
+        try:
+            with pytest.raises(Interrupted):
+                client.connect(address, DEADLINE_S)
+        finally:
+            answers.set()
+            other.join()
+        wait_until(lambda: not client._newcomers.doors, "the handshake goes on")
+        has_served = threading.Event()
+        client.run_soon(has_served.set)
+        wait_for(has_served)
+        assert not any(one.is_open for one in client.connections)
+
+
+def test_connect_interrupted_after_its_handshake_closes(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_and_interrupt(futures: Sequence[Future[Connection]], timeout_s: float) -> None:
+        wait(futures, timeout_s)
+        interrupt()
+
+    monkeypatch.setattr(endpoint, "wait", wait_and_interrupt)
+    with (
+        Endpoint(PROTOCOL, answer, listen=[address]) as server,
+        Endpoint(PROTOCOL, answer) as client,
+    ):
+        with pytest.raises(Interrupted):
+            client.connect(address, DEADLINE_S)
+        wait_until(lambda: not client.connections, "the client keeps the connection")
+        wait_until(lambda: not server.connections, "the server keeps the connection")
 
 
 def test_ending_server_keeps_its_successors_socket(
