@@ -193,8 +193,8 @@ class Node(Closing):
     def unregister(self, registered: Registered) -> None:
         """End the registration: new copies are refused, and running pulls fail.
 
-        Idempotent. Blocks while a push writes into the memory, for at most `lease_s`. A peer's
-        kernel may still be reading from the memory for a moment; the peer discards those bytes.
+        Idempotent. Blocks while a push holds the memory, for at most `lease_s`. A peer's kernel may
+        still be reading from the memory for a moment; the peer discards those bytes.
         """
         self.ranges.remove(registered)
         self.leases.end_in(registered)
@@ -505,11 +505,12 @@ class Node(Closing):
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
         # The targets are held as long as under a lease, so the same bound applies.
         deadline_s = min(deadline_s, time.monotonic() + self.lease_s)
-        with contextlib.ExitStack() as holds:
+        # The holds end first, so that `unregister` waits for them too.
+        with contextlib.ExitStack() as writing, contextlib.ExitStack() as holds:
             held = self.ranges.hold(push.targets)
             holds.callback(release, held.values())
             for registered in held:
-                holds.enter_context(registered.being_written())
+                writing.enter_context(registered.being_written())
             # Refuse a range that was unregistered before it was marked as being written, also if
             # its addresses are registered again.
             self.ranges.check_still(held)
