@@ -20,6 +20,7 @@ from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
+    TransferError,
 )
 from kvelastic.messages import Address, Connection
 from kvelastic.messages.newcomers import Door, Newcomer
@@ -53,16 +54,22 @@ class DataPort:
         )
 
     def expect(self, connection: Connection, token: bytes) -> Incoming:
-        """Accept one stream with this token of a link from now on. Close the result."""
+        """Accept one stream with this token of a link from now on. Close the result.
+
+        Raises `TransferError` if a stream with this token is expected already.
+        """
         incoming = Incoming(self, connection, token)
         with self._lock:
+            if token in self._awaited:
+                raise TransferError("the token of another copy; each copy needs a new one")
             self._awaited[token] = incoming
         return incoming
 
-    def forget(self, token: bytes) -> None:
-        """Stop accepting a token. Idempotent."""
+    def forget(self, incoming: Incoming) -> None:
+        """Stop accepting a stream. Idempotent."""
         with self._lock:
-            self._awaited.pop(token, None)
+            if self._awaited.get(incoming.token) is incoming:  # else it is another copy's by now
+                del self._awaited[incoming.token]
 
     def end_of(self, connection: Connection) -> None:
         """Wake the threads that wait for a stream of an ended link."""
@@ -88,8 +95,8 @@ class Incoming(Closing):
         self.connection: Final = connection
         self.arrived: Final[SimpleQueue[socket.socket | None]] = SimpleQueue()
         """Receives the stream; None if the link has ended."""
+        self.token: Final = token
         self._port = port
-        self._token = token
 
     def wait(self, deadline_s: float) -> socket.socket:
         """Return the stream. Blocks. Raises `ChannelTimeoutError`, `ChannelClosedError`."""
@@ -103,7 +110,7 @@ class Incoming(Closing):
 
     def close(self) -> None:
         """Stop accepting the stream; close it if it came and nothing took it. Idempotent."""
-        self._port.forget(self._token)
+        self._port.forget(self)
         with contextlib.suppress(Empty):
             while True:
                 stream = self.arrived.get_nowait()

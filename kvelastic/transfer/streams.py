@@ -140,7 +140,7 @@ class Streams:
     def expect(self, link: Link, token: bytes) -> Incoming:
         """Accept one stream with this token from now on, until the link ends. Close the result.
 
-        Raises `TransferError` if this node has no data port.
+        Raises `TransferError` if this node has no data port, or if the token is expected already.
         """
         if self._port is None:
             raise TransferError("this node takes no data streams")
