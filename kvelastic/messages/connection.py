@@ -178,9 +178,12 @@ class Connection:
             try:
                 frame = arrived.get(timeout=max(timeout_s, 0))
             except Empty:
-                raise ChannelTimeoutError(
-                    f"{self.peer} has not answered a {type(message).__name__} in {timeout_s:g} s"
-                ) from None
+                if self._waiting.pop(number, None) is not None:
+                    raise ChannelTimeoutError(
+                        f"{self.peer} has not answered a {type(message).__name__}"
+                        f" in {timeout_s:g} s"
+                    ) from None
+                frame = arrived.get()  # the endpoint's thread is about to put it there
         finally:
             self._waiting.pop(number, None)
         if isinstance(frame, KvelasticError):
@@ -312,8 +315,7 @@ class Connection:
                 self._take_reply(frame)
             elif frame.kind in {Kind.REQUEST, Kind.NOTICE}:
                 self._take_request(frame, handle)
-            elif frame.kind != Kind.ALIVE or frame.body or frame.descriptors:
-                _close_all(frame.descriptors)
+            elif frame.kind != Kind.ALIVE or frame.body:
                 raise MessageError(f"a {frame.kind.name} came where none is due")
 
     def _take_reply(self, frame: Frame) -> None:

@@ -51,6 +51,9 @@ class Kind(IntEnum):
     """Empty; makes the kernel detect a lost host."""
 
 
+_WITH_DESCRIPTORS: Final = {Kind.REQUEST, Kind.REPLY, Kind.NOTICE}
+
+
 @dataclass(frozen=True)
 class Frame:
     """One frame, after its code was checked and removed."""
@@ -93,6 +96,7 @@ class FrameReader:
         self._key = b""
         self._count = 0
         self._most_bytes = MOST_UNAUTHENTICATED_BYTES
+        self._most_descriptors = 0
         self._descriptors: list[int] = []
 
     def use_key(self, key: bytes) -> None:
@@ -100,8 +104,9 @@ class FrameReader:
         self._key = key
 
     def allow(self, most_bytes: int) -> None:
-        """Accept bodies of up to `most_bytes`, once the peer is authenticated."""
+        """Accept descriptors, and bodies of up to `most_bytes`: the peer is authenticated."""
         self._most_bytes = most_bytes
+        self._most_descriptors = MOST_DESCRIPTORS
 
     @property
     def wanted_bytes(self) -> int:
@@ -123,7 +128,8 @@ class FrameReader:
         """Return the next complete frame, or None if more bytes are needed.
 
         Raises `MessageVersionError` for another wire version. Raises `MessageError` for invalid
-        data: another program's bytes, a body that is too large, a wrong code.
+        data: another program's bytes, a body that is too large, a wrong code, more or fewer
+        descriptors than announced. The reader then keeps the descriptors.
         """
         whole = self._frame_bytes()
         if len(self._bytes) < max(whole, HEADER.size):
@@ -136,14 +142,12 @@ class FrameReader:
             if not hmac.compare_digest(_code(self._key, self._count, frame[:end]), frame[end:]):
                 raise MessageError("a message was changed on its way, or is not the peer's")
             self._count += 1
-        if descriptors > len(self._descriptors):
-            raise MessageError(
-                f"{descriptors} descriptors were announced, {len(self._descriptors)} came"
-            )
+        came = len(self._descriptors)
+        # Those beyond `descriptors` may belong to the next frame, if its first bytes have come.
+        if descriptors > came or (descriptors < came and not self._bytes):
+            raise MessageError(f"{descriptors} descriptors were announced, {came} came")
         taken = tuple(self._descriptors[:descriptors])
         del self._descriptors[:descriptors]
-        if self._descriptors and not self._bytes:
-            raise MessageError("descriptors came that no message announced")
         return Frame(Kind(kind), number, frame[HEADER.size : end], taken)
 
     def take_descriptors(self) -> list[int]:
@@ -166,7 +170,8 @@ class FrameReader:
                 f"the peer speaks version {version} of the wire, this kvelastic {WIRE_VERSION};"
                 " run the same kvelastic on both sides"
             )
-        if kind >= len(Kind) or zero or descriptors > MOST_DESCRIPTORS:
+        most_descriptors = self._most_descriptors if kind in _WITH_DESCRIPTORS else 0
+        if kind >= len(Kind) or zero or descriptors > most_descriptors:
             raise MessageError("a header that no version writes")
         if body_bytes > self._most_bytes:
             raise MessageError(

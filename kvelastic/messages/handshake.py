@@ -60,8 +60,6 @@ class Handshake:
         Raises `MessageVersionError`, `AccessDeniedError`, `MessageError`, or the error that the
         peer sent. A server sends these to its peer and closes the connection.
         """
-        if frame.descriptors:
-            raise MessageError("descriptors came before the peer was let in")
         if frame.kind == Kind.ERROR:
             raise error_of(frame.body)
         if frame.kind == Kind.HELLO and not self._peers_hello:
