@@ -50,7 +50,7 @@ _MAKE_TRIES: Final = 100
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
 _UNHELD: Final = re.compile(
-    r"\.kvelastic_(new_(segment|ledger)_[0-9a-f]{12}|(tiers|links)_[0-9a-f]{32})"
+    r"\.kvelastic_(new_(segment|ledger|status)_[0-9a-f]{12}|(tiers|links)_[0-9a-f]{32})"
 )
 LINK_STATUS: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
 _NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, ".kvelastic_tiers_", ".kvelastic_links_")
@@ -92,7 +92,7 @@ class SegmentInfo:
         return self.status == "dead" and self.is_ours
 
 
-def temporary_name(of: Literal["segment", "ledger"]) -> str:
+def temporary_name(of: Literal["segment", "ledger", "status"]) -> str:
     """Return a name for an unfinished file; `reap` removes the file once its creator is dead.
 
     `make_file` creates it.

@@ -61,6 +61,7 @@ from kvelastic.shared.segment_listing import (
     locked,
     make_file,
     open_file,
+    temporary_name,
     unlink_own,
 )
 
@@ -79,6 +80,7 @@ _CELL: Final = struct.Struct("<QI")
 _SUM: Final = struct.Struct("<I")
 _OTHERS: Final = 0o077
 _READ_TRIES: Final = 100
+_MAKE_TRIES: Final = 100
 _DEATH_CHECK_S: Final = 0.25
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -211,18 +213,12 @@ class StatusFile(Generic[_S, _Q, _A]):
         """Create the file. Raises `SegmentError` if the system refuses or the file exists."""
         path = SHM_DIR / name
         try:
-            fd, lock = make_file(path, kind.file_bytes)
+            for _ in range(_MAKE_TRIES):
+                with suppress(FileNotFoundError):  # another process reaped the unfinished file
+                    return _make(path, kind)
         except (OSError, SegmentError) as error:
             raise SegmentError(f"cannot make {path}: {error}") from error
-        try:
-            os.pwrite(fd, kind.header, 0)
-            return StatusFile(path, fd, kind, _bells_of(fd), lock)
-        except BaseException:
-            unlink_own(path, fd)
-            if lock is not None:
-                lock.release()
-            os.close(fd)
-            raise
+        raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
 
     @property
     def answered_revision(self) -> int:
@@ -313,6 +309,25 @@ class StatusFile(Generic[_S, _Q, _A]):
             os.close(fd)
         with suppress(BufferError):  # a thread is waiting there
             self._bells.close()
+
+
+def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A]:
+    """Make the file. It is complete and locked before it gets its name, so `reap` keeps it."""
+    temporary = SHM_DIR / temporary_name("status")
+    fd, lock = make_file(temporary, kind.file_bytes)
+    try:
+        os.pwrite(fd, kind.header, 0)
+        os.link(temporary, path, follow_symlinks=False)
+        return StatusFile(path, fd, kind, _bells_of(fd), lock)
+    except BaseException:
+        unlink_own(path, fd)
+        if lock is not None:
+            lock.release()
+        os.close(fd)
+        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 # ------------------------------------------------------------------------------------- futex words

@@ -337,7 +337,7 @@ def test_dead_segment_of_another_user_is_not_reaped(name):
 
 
 def test_unfinished_files_of_dead_starters_are_reaped():
-    for of in ("segment", "ledger"):
+    for of in ("segment", "ledger", "status"):
         left, begun, foreign = (SHM / temporary_name(of) for _ in range(3))
         foreign = foreign.with_name(foreign.name + "-of-another-version")
         try:

@@ -274,7 +274,10 @@ sys.stdin.read()
 
 
 def test_node_without_status_file_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvelastic.shared.status_file.SHM_DIR", tmp_path / "nowhere")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         reader.link(address, timeout_s=DEADLINE_S).check(timeout_s=DEADLINE_S)
