@@ -346,7 +346,7 @@ class Endpoint(Closing):
     def handshake(
         self, peer: Peer, reader: FrameReader, writer: FrameWriter, *, is_client: bool
     ) -> Handshake:
-        """Begin a handshake. Raises `SecretError`, and `ChannelError` if no more may connect."""
+        """Begin a handshake. Raises `SecretError`, and `ChannelError` at the bound."""
         if not is_client and len(self._connections) >= self._most_connections:
             raise ChannelError(f"{self._most_connections} connections stand already")
         secret = self._secret if peer.uid is None else None

@@ -102,7 +102,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
             raise ChannelError(f"another process holds a lock of {folder}; choose another folder")
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the lock
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that another thread has forked shares the lock
         os.close(fd)
 
 

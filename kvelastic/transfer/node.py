@@ -81,7 +81,7 @@ class HeldRequest(NamedTuple):
     request: str
     size_bytes: int
     left_s: float
-    """Seconds until the hold ends by itself."""
+    """Seconds until the hold expires."""
 
 
 class Holds(Protocol):
@@ -89,10 +89,10 @@ class Holds(Protocol):
 
     @property
     def expired(self) -> int:
-        """Number of holds that ended by themselves."""
+        """Number of expired holds."""
 
     def held(self) -> Sequence[HeldRequest]:
-        """Return the holds, the one that ends first in front."""
+        """Return the holds in the order in which they expire."""
 
 
 Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
@@ -265,7 +265,7 @@ class Node(Closing):
             raise
 
     def link_with(self, node_id: int, address: Address, timeout_s: float) -> Link:
-        """Return the link to this node. If there is none, link to it at `address`.
+        """Return the link to this node. Without a link, link to it at `address`.
 
         A link that the peer has made at the same time counts. Blocks and raises as `link` does, and
         raises `NodeIdTakenError` if another node listens there.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
 
 Carrier: TypeAlias = socket.socket | Incoming
-"""What carries a copy's bytes: a stream that the peer passed, or one that it opens."""
+"""Carries a copy's bytes: a stream that the peer passed, or will open."""
 
 
 class Streams:
@@ -170,7 +170,7 @@ def passed_stream(descriptors: tuple[int, ...]) -> socket.socket | None:
             drop_in_children(stream)
             return stream
         stream.close()
-    raise TransferError("one stream socket is to be passed, nothing else")
+    raise TransferError("pass one stream socket and nothing else")
 
 
 def _connect(link: Link, token: bytes, deadline_s: float) -> socket.socket:

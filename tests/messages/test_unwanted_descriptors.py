@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[Endpoint]:
 
 
 def with_descriptors(frame: bytes, count: int) -> bytes:
-    """The same frame, which announces descriptors."""
+    """Return the frame with another number of announced descriptors."""
     return frame[:6] + bytes([count]) + frame[7:]
 
 
