@@ -2,9 +2,9 @@
 
     row = compare("alloc(16) + free", pair, floor=("bare call", nop), bar="<= 2 us")
 
-A shared machine changes speed by the second, so what is measured and what it is compared with take
-turns, round by round, and the spread is printed with every median. Nothing here judges: the bar is
-printed beside the figure, and whoever reads decides.
+A shared machine changes speed by the second. So the measured calls and the floor take turns, round
+by round, and the spread is printed with every median. Nothing here judges: the bar is printed
+beside the figure, for the reader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent
 
 @dataclass
 class Figure:
-    """One measured quantity: all samples, and what they are compared with."""
+    """One measured quantity: its samples, and those of its floor."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Figure:
         return statistics.median(self.samples)
 
     def percentile(self, percent: float) -> float:
-        """A sample with `percent` of all at or below it."""
+        """A sample with `percent` of the samples at or below it."""
         return percentile(self.samples, percent)
 
     @property
@@ -79,7 +79,7 @@ def number(value: float) -> str:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """A sample with `percent` of all at or below it."""
+    """A sample with `percent` of the samples at or below it."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
@@ -127,7 +127,7 @@ HEADINGS = ("figure", "median", "min .. max", "p99", "floor or baseline", "ratio
 
 
 def facts() -> dict[str, Any]:
-    """Machine, commit and date: what a figure is worth nothing without."""
+    """Machine, commit and date, without which a figure is worth nothing."""
     return {
         "machine": machine(),
         "load_before": round(os.getloadavg()[0], 2),
@@ -137,7 +137,7 @@ def facts() -> dict[str, Any]:
 
 
 def taken(told: dict[str, Any]) -> str:
-    """`facts()` as a line of a page: when, of what, on what."""
+    """`facts()` as a line of a page: date, commit and machine."""
     on = told["machine"]
     return (
         f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
@@ -159,7 +159,7 @@ def half_of_the_cores(*, second: bool) -> str:
 
 
 def end_by_exception() -> None:
-    """Have signals that end a process raise SystemExit: each `finally` ends what it began."""
+    """Have signals that end a process raise SystemExit, so that each `finally` runs."""
 
     def interrupted(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -56,9 +56,9 @@ class Costs:
         return self._is_worth(tier, self._asked_s)
 
     def worth_writing(self, tier: int) -> bool:
-        """Return whether to write to the tier: as `worth_asking`, with a last query of its own.
+        """Return whether to write to the tier: as `worth_asking`, with a separate last query.
 
-        Otherwise writes, which measure no load, would leave no query to the requests.
+        With a common one, writes, which measure no load, would leave no query to the requests.
         """
         return self._is_worth(tier, self._written_s)
 

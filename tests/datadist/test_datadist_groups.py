@@ -1,4 +1,4 @@
-"""Groups of clusters over stand-ins of links: what is linked is unlinked, and every wait ends."""
+"""Groups of clusters over stand-ins of links: links end with their group, and every wait ends."""
 
 from __future__ import annotations
 

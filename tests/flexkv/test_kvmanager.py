@@ -253,7 +253,7 @@ def test_unsupported_variable_is_refused_without_an_adapter(
 def test_file_overrides_an_unsupported_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(GLOBAL_CONFIG_FROM_ENV).clear()
     monkeypatch.setenv("FLEXKV_ENABLE_GDS", "1")
-    GLOBAL_CONFIG_FROM_ENV.enable_gds = False  # as a configuration file sets it
+    vars(GLOBAL_CONFIG_FROM_ENV)["enable_gds"] = False  # as a configuration file sets it
     assert GLOBAL_CONFIG_FROM_ENV.enable_gds is False
     KVManager(MODEL, CacheConfig())
 

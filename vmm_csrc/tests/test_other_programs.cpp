@@ -152,7 +152,7 @@ std::shared_ptr<Pool> make_pool(std::shared_ptr<Backing> backing,
 
 }  // namespace
 
-TEST(range_can_be_destroyed_in_child_forked_during_unmap) {
+TEST(range_can_be_destroyed_in_forked_child) {
   auto host = HostDriver::open();
   REQUIRE(static_cast<bool>(host));
   auto gpu = std::make_shared<GatedGpu>(std::shared_ptr<Driver>(*std::move(host)));
