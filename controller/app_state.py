@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import aiohttp
 
@@ -71,6 +72,8 @@ class AppState:
         """The number of clients that follow an engine's log."""
         self.processes: dict[ServedModel, EngineProcess] = {}
         """Engines launched by this controller, by model."""
+        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        """Models that are being removed, with the task of their removal."""
         self._source = source
         self._read_settings = read_settings
         self._reloading = asyncio.Lock()
@@ -108,7 +111,8 @@ class AppState:
     async def stop(self) -> None:
         """End everything that was started. Running requests lose their engines' connections."""
         await self.maintenance.stop()
-        await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
+        for model in self.fleet:
+            self._remove(model, drain_s=0.0)
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         await self.swapper.stop()
@@ -151,6 +155,7 @@ class AppState:
             models.append(model)
         gone = self.fleet.put(models)
         for model in gone:
+            self._remove(model, new.server.drain_timeout)
             # The same name may be another model's alias by now.
             successor = self.fleet.find(model.name)
             if successor is not None:
@@ -173,33 +178,32 @@ class AppState:
         self.swapper.poke()
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1
-        self._start(self._replace(gone, fresh, new.server.drain_timeout))
+        self._start(self._begin(fresh))
         _log.info("configuration read again: %s", changes)
         return changes
 
     # -------------------------------------------------------------------------------- inside
 
-    async def _replace(
-        self, gone: list[ServedModel], fresh: list[ServedModel], drain_s: float
-    ) -> None:
-        """Remove an old model before a new one with the same port is launched."""
+    async def _begin(self, fresh: list[ServedModel]) -> None:
+        """Begin to serve new models, launched ones when no removed model has their port."""
         ports = {m.settings.launch.port for m in fresh if m.settings.launch is not None}
-        in_the_way = [m for m in gone if m.settings.launch and m.settings.launch.port in ports]
-        for model in gone:
-            if model not in in_the_way:
-                self._start(self._part(model, drain_s))
-        await asyncio.gather(
-            *(self._part(model, drain_s) for model in in_the_way),
-            *(self._greet_after(gone, m) for m in fresh if m.settings.launch is None),
-        )
-        self._launch([model for model in fresh if model.settings.launch is not None])
+        awaited = [
+            task
+            for model, task in self._leaving.items()
+            if model.settings.launch is not None and model.settings.launch.port in ports
+        ]
+        awaited += [self._start(self._greet(m)) for m in fresh if m.settings.launch is None]
+        if awaited:
+            await asyncio.wait(awaited)
+        # Another reload may have removed a model meanwhile, or the controller may be ending.
+        self._launch([m for m in fresh if m.settings.launch is not None and not m.gate.closing])
 
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
         return ServedModel(settings, (whole or self.settings).sleep, self.calls, self.swapper)
 
-    async def _greet_after(self, gone: list[ServedModel], model: ServedModel) -> None:
+    async def _greet(self, model: ServedModel) -> None:
         """Check engine states only when no sleep or wake of an old model is in progress."""
-        await asyncio.gather(*(old.settled() for old in gone if _share(old, model)))
+        await asyncio.gather(*(old.settled() for old in self._leaving if _share(old, model)))
         await model.look_at_first()
 
     def _launch(self, models: list[ServedModel]) -> None:
@@ -231,8 +235,12 @@ class AppState:
             if mark.source == self._source and mark.port not in ports and engine.is_orphan:
                 await end_orphan(engine, LaunchSettings.model_fields["stop_timeout"].default)
 
-    async def _part(self, model: ServedModel, drain_s: float) -> None:
+    def _remove(self, model: ServedModel, drain_s: float) -> None:
         """Remove a model: refuse waiting requests, give running ones `drain_s`."""
+        task = self._leaving[model] = self._start(self._part(model, drain_s))
+        task.add_done_callback(lambda _: self._leaving.pop(model))
+
+    async def _part(self, model: ServedModel, drain_s: float) -> None:
         await model.close(NOT_SERVED if drain_s else SHUTTING_DOWN)
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
@@ -243,10 +251,11 @@ class AppState:
         if process is not None:
             await process.stop()
 
-    def _start(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _share(one: ServedModel, other: ServedModel) -> bool:

@@ -236,7 +236,7 @@ class EngineProcess:
         return last_lines(self.log_path, count)
 
     async def _run(self) -> None:
-        while True:
+        while self._model.gate.closing is None:  # a removed model's engine is not restarted
             self._set(State.STARTING)
             ready_s = None
             why = _ended()
@@ -268,12 +268,13 @@ class EngineProcess:
             self._model.last_problem = f"launch: {problem}"
             served_s = 0.0 if ready_s is None else time.monotonic() - ready_s
             wait_s = self._restarts.ended(served_s)
-            again = f"; starts again in {wait_s:g} s" if self.launch.restart else ""
+            restarts = self.launch.restart and self._model.gate.closing is None
+            again = f"; starts again in {wait_s:g} s" if restarts else ""
             _log.warning("%s%s", problem, again, extra=self._extra)
             self._set(State.DOWN, why)
             await self._end_group()
             self._has_gone()
-            if not self.launch.restart:
+            if not restarts:
                 return
             await asyncio.sleep(wait_s)
 
