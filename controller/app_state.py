@@ -195,7 +195,7 @@ class AppState:
         awaited += [self._start(self._greet(m)) for m in fresh if m.settings.launch is None]
         if awaited:
             await asyncio.wait(awaited)
-        # Another reload may have removed a model meanwhile, or the controller may be ending.
+        # By now another reload may have removed a model, or the controller may be ending.
         self._launch([m for m in fresh if m.settings.launch is not None and not m.gate.closing])
 
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:

@@ -98,10 +98,8 @@ class ServedModel:
         self.keep_alive_s: float | None = None
         """Idle time before sleep that the last request set instead of `ttl`; infinite: never."""
         self._swapper = swapper
-        self._is_preloaded = False
-        """The next turn must not displace other models."""
         self._by_operator_until_s = 0.0
-        """Until then an operator waits for its wake."""
+        """Until then an operator waits for its turn to wake."""
         self._calls = calls
         self._turn = 0
         self.serving: set[asyncio.Task[Any]] = set()
@@ -178,6 +176,11 @@ class ServedModel:
     def priority(self) -> int:
         """The configured priority of its memory."""
         return self.settings.memory.priority or 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request or an operator waits for its turn. Otherwise it displaces no model."""
+        return self.gate.queued > 0 or time.monotonic() < self._by_operator_until_s
 
     @property
     def is_on_demand(self) -> bool:
@@ -282,7 +285,10 @@ class ServedModel:
 
     def _tick(self) -> None:
         self._reminder = None
-        self.gate.tick(time.monotonic())
+        now_s = time.monotonic()
+        self.gate.tick(now_s)
+        if now_s < self._by_operator_until_s:
+            self.remind(self._by_operator_until_s)
         self._withdraw_if_unwanted()
 
     # ------------------------------------------------------------------------ sleep and wake
@@ -325,7 +331,6 @@ class ServedModel:
 
     def preload(self) -> None:
         """Wake the model if there is room, without a request and without displacing others."""
-        self._is_preloaded = True
         self.gate.ask_wake(time.monotonic())
 
     def wake_if_room(self) -> None:
@@ -445,14 +450,13 @@ class ServedModel:
         """Wait for memory, unless the engines have it already; then wake."""
         if self._swapper is not None and not self._are_engines_awake:
             is_start = self.on_demand is not None and not self.on_demand.is_running
-            is_preloaded, self._is_preloaded = self._is_preloaded, False
             try:
-                refusal = await self._swapper.take(
-                    self, is_start=is_start, may_displace=not is_preloaded
-                )
+                refusal = await self._swapper.take(self, is_start=is_start)
             except WithdrawnError:
                 self.gate.not_begun(None, time.monotonic())
                 return
+            finally:
+                self._by_operator_until_s = 0.0
             if refusal is not None:
                 self.last_problem = f"wake: {refusal.message}"
                 self.gate.not_begun(refusal, time.monotonic())
@@ -487,9 +491,9 @@ class ServedModel:
     def _withdraw_if_unwanted(self) -> None:
         """Withdraw if no request or operator waits for the model now."""
         gate = self.gate
-        if self.wait is None or gate.state is not State.WAKING or gate.queued:
+        if self.wait is None or gate.state is not State.WAKING or self.is_wanted:
             return
-        if time.monotonic() >= self._by_operator_until_s and self._swapper is not None:
+        if self._swapper is not None:
             self._swapper.withdraw(self)
 
     async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:

@@ -73,16 +73,14 @@ class Swapper:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def take(
-        self, model: ServedModel, *, is_start: bool, may_displace: bool = True
-    ) -> Refusal | None:
+    async def take(self, model: ServedModel, *, is_start: bool) -> Refusal | None:
         """Wait for the model's turn; return a refusal if it never comes. Raises `WithdrawnError`.
 
         `model.has_turn` is then true: the model holds memory, or is about to.
         """
         model.has_turn = False
         self._number += 1
-        want = Want(model.name, self._number, may_displace=may_displace, is_start=is_start)
+        want = Want(model.name, self._number, is_start=is_start)
         waiting = _Waiting(want, model, asyncio.get_running_loop().create_future())
         self._waiting[model] = waiting
         self._changed.set()
@@ -178,6 +176,8 @@ class Swapper:
             replace(
                 w.want,
                 priority=w.model.gate.waiting_priority,
+                # A permanent engine starts without a request.
+                may_displace=w.model.is_wanted or (w.want.is_start and not w.model.is_on_demand),
                 spares_s=max(0.0, w.model.spares_until_s - now_s),
             )
             for w in self._waiting.values()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,12 @@ import yaml
 from forked import FAKES, Forked
 from ports import free_port
 from waiting import DEADLINE_S
+
+from kvelastic.controller.app_state import AppState
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.settings.settings_file import parse
 
 Self = TypeVar("Self", bound="Program")
 
@@ -228,3 +234,20 @@ def config_for(*engines: Engine, **sections: Any) -> dict[str, Any]:
     models = [{"name": e.model, "engine": e.kind, "url": e.url, **more} for e in engines]
     sections.setdefault("sleep", {"min_sleep": 0})
     return {"models": models, **sections}
+
+
+@contextlib.asynccontextmanager
+async def app_state(
+    config: dict[str, Any], after_reload: dict[str, Any] | None = None
+) -> AsyncIterator[AppState]:
+    """A controller in this event loop, without its HTTP server; `after_reload` is read then."""
+    settings, new = (parse(json.dumps(each or {}), {}) for each in (config, after_reload))
+    with LogWriter(None) as writer:
+        state = AppState(
+            settings, RequestLog(writer), OpenFiles.raised(), read_settings=lambda: new
+        )
+        await state.start()
+        try:
+            yield state
+        finally:
+            await state.stop()

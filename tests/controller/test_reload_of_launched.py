@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from running import Controller
+from running import Controller, app_state
 from test_launch import launched, pid_of
 from waiting import DEADLINE_S
 
-from kvelastic.controller.app_state import AppState
-from kvelastic.controller.http.log_writer import LogWriter
-from kvelastic.controller.http.open_files import OpenFiles
-from kvelastic.controller.http.request_log import RequestLog
 from kvelastic.controller.models.gate import Ticket
-from kvelastic.controller.settings.settings_file import parse
 
 pytestmark = pytest.mark.slow
 
@@ -94,56 +88,39 @@ def test_model_added_again_waits_for_its_drain(tmp_path: Path) -> None:
         assert front.end() == 0
 
 
-Reloaded = Callable[[AppState, Ticket], Coroutine[Any, Any, None]]
-
-
-def reload_during_a_request(config: dict[str, Any], new: dict[str, Any], then: Reloaded) -> None:
-    """Serve one configuration, and call `then` after the reload of another one."""
-
-    async def serve() -> None:
-        with LogWriter(None) as writer:
-            front = AppState(
-                parse(json.dumps(config), {}),
-                RequestLog(writer),
-                OpenFiles.raised(),
-                read_settings=lambda: parse(json.dumps(new), {}),
-            )
-            await front.start()
-            ticket = Ticket()
-            await front.fleet.need("m").enter(ticket)
-            await front.reload()
-            await then(front, ticket)
-
-    asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
-
-
 def test_ended_engine_of_removed_model_stays_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its model still sends an answer to a slow client, and another one may have its port."""
     caplog.set_level(logging.WARNING, "kvelastic.controller")
 
-    async def kill(front: AppState, ticket: Ticket) -> None:
-        (process,) = front.processes.values()
-        assert process.pid
-        os.kill(process.pid, signal.SIGKILL)
-        while not (said := [text for text in caplog.messages if "ended with -9" in text]):
-            await asyncio.sleep(0.001)
-        assert said == ["the engine ended with -9"]
-        ticket.model.leave(ticket)
-        await front.stop()
+    async def serve() -> None:
+        ticket = Ticket()
+        async with app_state(launched(tmp_path), NO_MODELS) as front:
+            await front.fleet.need("m").enter(ticket)
+            (process,) = front.processes.values()
+            await front.reload()
+            assert process.pid
+            os.kill(process.pid, signal.SIGKILL)
+            while not (said := [text for text in caplog.messages if "ended with -9" in text]):
+                await asyncio.sleep(0.001)
+            assert said == ["the engine ended with -9"]
+            ticket.model.leave(ticket)
         assert process.starts == 1
 
-    reload_during_a_request(launched(tmp_path), NO_MODELS, kill)
+    asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
 
 
 def test_shutdown_during_a_drain_launches_nothing(tmp_path: Path) -> None:
     config = launched(tmp_path)
 
-    async def end(front: AppState, ticket: Ticket) -> None:
-        front.refuse_new()
-        ticket.model.leave(ticket)
-        await front.stop()
+    async def serve() -> None:
+        ticket = Ticket()
+        async with app_state(config, of_generation(config, "1")) as front:
+            await front.fleet.need("m").enter(ticket)
+            await front.reload()
+            front.refuse_new()
+            ticket.model.leave(ticket)
         assert not front.processes
 
-    reload_during_a_request(config, of_generation(config, "1"), end)
+    asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))

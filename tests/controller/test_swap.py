@@ -189,24 +189,45 @@ def test_timed_out_wait_names_reason_and_displaces_nothing(three: Three) -> None
         assert three.engines["c"].count("wake_calls") == 0
 
 
+def ask_and_disconnect(front: Controller, model: str) -> None:
+    """Send a request that waits for memory, and go away."""
+    body = json.dumps({"model": model}).encode()
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        wait_until(lambda: waiting_reason(front, model))
+    wait_until(lambda: front.state(model) == "asleep")
+
+
 def test_disconnected_client_displaces_no_model(three: Three) -> None:
     with (
         Controller(three.config()) as front,
         held_stream(front, "a") as one,
         held_stream(front, "b") as two,
     ):
-        body = json.dumps({"model": "c"}).encode()
-        with socket.create_connection(("127.0.0.1", front.port)) as sock:
-            sock.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-                % (len(body), body)
-            )
-            wait_until(lambda: waiting_reason(front, "c"))
-        wait_until(lambda: front.state("c") == "asleep")
+        ask_and_disconnect(front, "c")
         for name, stream in (("a", one), ("b", two)):
             three.engines[name].release("h")
             stream.read()
         assert [front.state(name) for name in "abc"] == ["awake", "awake", "asleep"]
+
+
+def test_operator_wake_times_out_after_disconnected_request(three: Three) -> None:
+    """The time of the request ends first, and the model waits on for the operator."""
+    config = three.config(sleep={"queue_timeout": "1s", "min_sleep": 0})
+    with (
+        Controller(config) as front,
+        held_stream(front, "a") as one,
+        held_stream(front, "b") as two,
+    ):
+        ask_and_disconnect(front, "c")
+        assert front.post("/action/wakeup/c").status_code == 502
+        assert front.state("c") == "asleep"
+        for name, stream in (("a", one), ("b", two)):
+            three.engines[name].release("h")
+            stream.read()
 
 
 def test_highest_request_priority_is_served_first(three: Three) -> None:
