@@ -20,6 +20,7 @@ from kvelastic.controller.http.connections import Connections
 from kvelastic.controller.http.keys import Keys
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.origins import Origins
+from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.request_log import RequestLog
 from kvelastic.controller.launch import launch_record
 from kvelastic.controller.launch.engine_process import EngineProcess, end_orphan
@@ -237,11 +238,13 @@ class AppState:
 
     def _remove(self, model: ServedModel, drain_s: float) -> None:
         """Remove a model: refuse waiting requests, give running ones `drain_s`."""
-        task = self._leaving[model] = self._start(self._part(model, drain_s))
+        why = NOT_SERVED if drain_s else SHUTTING_DOWN
+        model.gate.closing = why  # at once: other tasks may still hold the model
+        task = self._leaving[model] = self._start(self._part(model, why, drain_s))
         task.add_done_callback(lambda _: self._leaving.pop(model))
 
-    async def _part(self, model: ServedModel, drain_s: float) -> None:
-        await model.close(NOT_SERVED if drain_s else SHUTTING_DOWN)
+    async def _part(self, model: ServedModel, why: Refusal, drain_s: float) -> None:
+        await model.close(why)
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)

@@ -115,7 +115,7 @@ class Gate:
     failed_wakes: int = 0
     hold_off_until_s: float = 0.0
     closing: Refusal | None = None
-    """If set, every new request gets this refusal."""
+    """If set, every new request gets this refusal, and no sleep or wake begins."""
     yields: bool = False
     """While awake: hold new requests back, so that the model can make room for another one."""
     waits_for: str = ""
@@ -225,6 +225,8 @@ class Gate:
         """
         if self.state in {State.ASLEEP, State.FALLING_ASLEEP}:
             return None
+        if self.closing is not None:
+            return self.closing
         if self.state is not State.AWAKE:
             return Refusal(409, "model_not_awake", f"The model is {self.state.value}.")
         if not (self.may_make_room if for_others else self.is_idle):
@@ -257,6 +259,8 @@ class Gate:
         """Begin to wake for an operator. Also returns None if the model is awake or waking."""
         if self.state in {State.AWAKE, State.WAKING}:
             return None
+        if self.closing is not None:
+            return self.closing
         if self.state is not State.ASLEEP:
             return Refusal(409, "model_not_asleep", f"The model is {self.state.value}.")
         self._wake()

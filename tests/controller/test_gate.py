@@ -205,6 +205,16 @@ def test_max_in_flight_is_respected() -> None:
     assert effects.admitted == [first, second]
 
 
+@pytest.mark.parametrize("state", [State.AWAKE, State.ASLEEP])
+def test_closing_gate_begins_no_sleep_or_wake(state: State) -> None:
+    effects = RecordingEffects()
+    gate = Gate(effects, Rules(), state)
+    gate.closing = Refusal(503, "model_removed", "It was removed.", 5.0)
+    ask = gate.ask_wake(0.0) if state is State.ASLEEP else gate.ask_sleep(0.0, by_hand=True)
+    assert ask is gate.closing
+    assert (gate.state, effects.said) == (state, [])
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["arrive", "leave", "tick", "sleep", "slept", "unslept", "wake", "woken",

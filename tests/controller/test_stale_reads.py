@@ -1,4 +1,4 @@
-"""What an engine said before a change does not undo the change."""
+"""What was read before a change does not undo the change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import time
 from typing import Any
 
 import pytest
+from running import Engine, app_state, config_for
+from waiting import DEADLINE_S
 
+from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.models.sleep_policy import MemoryRequest
 from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 
 
@@ -104,3 +108,27 @@ def test_state_read_in_current_generation_is_applied() -> None:
         assert calls.done == ["sleep"]  # somebody else has woken the engine
 
     asyncio.run(run())
+
+
+def test_model_removed_during_memory_read_stays_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine may serve another model, or another controller's, by then."""
+
+    async def serve(engine: Engine) -> None:
+        sleep = {"auto": True, "check_every": "1h"}
+        config = config_for(engine, sleep=sleep, model={"instance": "one"})
+        loop = asyncio.get_running_loop()
+        async with app_state(config, {"models": []}) as front:
+            model = front.fleet.need("m")
+
+            def pressure(_: float) -> object:
+                asyncio.run_coroutine_threadsafe(front.reload(), loop).result()
+                return [MemoryRequest("host", 1, 0)], {"one": (frozenset({"host"}), 1)}
+
+            monkeypatch.setattr(instance_memory, "pressure", pressure)
+            await front.maintenance.look()
+            await model.settled()
+            assert model.state is State.AWAKE
+
+    with Engine() as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), DEADLINE_S))
+        assert engine.count("sleep_calls") == 0
