@@ -110,7 +110,7 @@ class _Collector:
         yield family(
             _FALLBACKS, [((m.name, why), count) for m, counts in fallbacks for why, count in counts]
         )
-        instances = [(model.name, model.settings.instance) for model in models]
+        instances = [(model.name, model.instance) for model in models]
         yield family(_INSTANCE, [((name, of), 1) for name, of in instances if of is not None])
         yield from self._memory
         for metric in _OF_CONTROLLER:

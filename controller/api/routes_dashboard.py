@@ -66,7 +66,7 @@ async def devices_history(app_state: AppState, request: Request) -> Any:
     """
     seconds = min(seconds_of(request, "seconds", MAX_WINDOW_S), MAX_WINDOW_S)
     history = app_state.memory_history.window(seconds, now_s=time.monotonic(), wall_s=time.time())
-    models = {model.settings.instance: model.name for model in app_state.fleet}
+    models = {model.instance: model.name for model in app_state.fleet}
     for device in history["devices"]:
         for instance in device["instances"]:
             instance["model"] = models.get(instance["name"])

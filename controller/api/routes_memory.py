@@ -30,13 +30,13 @@ async def all_memory(app_state: AppState, _: Request) -> Any:
     """
     rows, devices = await asyncio.to_thread(instance_memory.rows_and_devices)
     by_name = {row["name"]: row for row in rows}
-    models = {model.settings.instance: model.name for model in app_state.fleet}
+    models = {model.instance: model.name for model in app_state.fleet}
     for device in devices:
         for member in device["members"]:
             member["model"] = models.get(member["name"])
     return {
         "models": {
-            model.name: by_name.get(model.settings.instance)
+            model.name: by_name.get(model.instance)
             for model in app_state.fleet
             if model.settings.instance is not None
         },

@@ -23,6 +23,7 @@ from kvelastic.controller.models.swap_policy import Wait
 from kvelastic.controller.models.traffic import Traffic
 from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 from kvelastic.errors import EngineCallError
+from kvelastic.shared.segment_listing import found_name
 
 if TYPE_CHECKING:
     from kvelastic.controller.launch.engine_process import EngineProcess
@@ -118,6 +119,12 @@ class ServedModel:
     def name(self) -> str:
         """The model's name for clients."""
         return self.settings.name
+
+    @property
+    def instance(self) -> str | None:
+        """The name of its instance in ledgers; the configuration may name kvcached's segment."""
+        name = self.settings.instance
+        return None if name is None else found_name(name)
 
     @property
     def api_key(self) -> str | None:

@@ -53,7 +53,7 @@ def victims(
             highest.get(request.device, request.priority), request.priority
         )
     for model in sorted(models, key=lambda model: (model.priority, -model.idle_s)):
-        devices, held_bytes = held.get(model.settings.instance or "", (frozenset(), 0))
+        devices, held_bytes = held.get(model.instance or "", (frozenset(), 0))
         if not model.may_sleep or held_bytes <= 0:
             continue
         for device in devices:

@@ -217,7 +217,7 @@ class Swapper:
         settings = self._app_state.settings
         # A sleeping model's instance with a claim was woken by another program: it counts.
         ours = {
-            model.settings.instance
+            model.instance
             for model in models
             if model.gate.state is not State.ASLEEP or model not in same
         }
@@ -243,10 +243,11 @@ class Swapper:
     def _claims_of(
         self, model: ServedModel, devices: Mapping[str, DeviceClaims]
     ) -> dict[str, Claim]:
+        instance = model.instance
         shown = {
-            ledger: device.full[model.settings.instance]
+            ledger: device.full[instance]
             for ledger, device in devices.items()
-            if model.settings.instance is not None and model.settings.instance in device.full
+            if instance is not None and instance in device.full
         }
         is_settled = model.gate.state in {State.AWAKE, State.ASLEEP}
         if shown and is_settled:
@@ -310,8 +311,9 @@ def planned_of(
 
 def _priority(model: ServedModel, devices: Mapping[str, DeviceClaims]) -> int:
     """Return the instance's priority, which operators may change, or the configured one."""
+    instance = model.instance or ""
     for device in devices.values():
-        found = device.priorities.get(model.settings.instance or "")
+        found = device.priorities.get(instance)
         if found is not None:
             return found
     return model.priority

@@ -133,11 +133,9 @@ class OllamaApi:
     def _entry(
         self, model: ServedModel, memory: dict[str, DeviceClaims], since: datetime
     ) -> Listed:
-        settings, idle_after_s = model.settings, model.idle_after_s
+        settings, instance, idle_after_s = model.settings, model.instance, model.idle_after_s
         claims = [
-            device.full[settings.instance].all_bytes
-            for device in memory.values()
-            if settings.instance in device.full
+            device.full[instance].all_bytes for device in memory.values() if instance in device.full
         ]
         expires_in_s = None
         if idle_after_s is not None and not settings.pin and model.can_sleep:
