@@ -184,7 +184,8 @@ def test_log_without_follow_ends(model: dict[str, Any], front: Controller) -> No
     say(model, "line", 3)
     assert front.get("/models/m/logs?lines=2").text == "line 1\nline 2\n"
     assert front.client.head("/models/m/logs").status_code == 200
-    for wrong in ("lines=0", "lines=9999", "lines=x", "follow=yes"):
+    long = f"lines=005000{'0' * 5000}"
+    for wrong in ("lines=0", "lines=9999", "lines=0050009", long, "lines=x", "follow=yes"):
         assert front.get(f"/models/m/logs?{wrong}").status_code == 400
     assert front.get("/models/nobody/logs").status_code == 404
 
