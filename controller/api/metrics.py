@@ -92,7 +92,7 @@ class _Collector:
         self._memory = memory
 
     def collect(self) -> Iterable[Metric]:
-        """All families, of all models."""
+        """Yield every family, for every model."""
         models = list(self._app_state.fleet)
         yield from _traffic(models)
         yield family(
