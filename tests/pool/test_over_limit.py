@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory
@@ -72,6 +73,28 @@ def test_pages_with_foreign_blocks_are_not_counted() -> None:
 
 def test_pool_within_its_limit_preempts_no_request() -> None:
     assert choose(0, [(10, [11])]) == ([], True)
+
+
+def test_cost_is_read_linearly_in_the_blocks() -> None:
+    reads = 0
+
+    class Counted(Holder):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal reads
+            reads += name == "tokens"
+            return super().__getattribute__(name)
+
+    pages, requests = 200, 20
+    # Each page has blocks of five requests, and no two pages in a row of the same five.
+    blocks: list[list[int]] = [[] for _ in range(requests)]
+    for block in range(5 * pages):
+        blocks[(block + block // 5) % requests].append(block)
+    holders = [Counted(100 + index, ids) for index, ids in enumerate(blocks)]
+    choice = choose_requests(
+        pages, dict.fromkeys(range(pages), 5), [], holders, lambda block: block // 5
+    )
+    assert (sorted(choice.requests), choice.is_enough) == (list(range(requests)), True)
+    assert reads <= 3 * 5 * pages
 
 
 @pytest.mark.parametrize("wait_s", [0.25, None])

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
@@ -55,27 +56,40 @@ def choose_requests(
     """
     blocks_on: dict[int, set[int]] = defaultdict(set)
     holders_on: dict[int, set[int]] = defaultdict(set)
+    pages_of: dict[int, set[int]] = defaultdict(set)
     for index, holder in enumerate(holders):
         for block in holder.blocks:
             page = page_of(block)
             blocks_on[page].add(block)
             holders_on[page].add(index)
+            pages_of[index].add(page)
     waiting_on: dict[int, int] = defaultdict(int)
     for block in given_back:
         waiting_on[page_of(block)] += 1
-    pages = {page for page in used if used[page] <= len(blocks_on[page]) + waiting_on[page]}
+    # Tokens that emptying each page still costs.
+    cost = {
+        page: sum(holders[index].tokens for index in holders_on[page])
+        for page in used
+        if used[page] <= len(blocks_on[page]) + waiting_on[page]
+    }
+    # When a page gets cheaper, a second entry is pushed and the first one is stale.
+    cheapest = [(tokens, len(blocks_on[page]), page) for page, tokens in cost.items()]
+    heapify(cheapest)
     chosen: list[int] = []
-
-    def cost(page: int) -> tuple[int, int, int]:
-        others = holders_on[page].difference(chosen)
-        return sum(holders[index].tokens for index in others), len(blocks_on[page]), page
-
-    while excess_pages > 0 and pages:
-        cheapest = min(pages, key=cost)
-        pages.remove(cheapest)
+    while excess_pages > 0 and cost:
+        tokens, _, emptied = heappop(cheapest)
+        if cost.get(emptied) != tokens:
+            continue
+        del cost[emptied]
         excess_pages -= 1
-        others = holders_on[cheapest].difference(chosen)
-        chosen += sorted(others, key=lambda index: (holders[index].tokens, index))
+        others = sorted(holders_on[emptied], key=lambda index: (holders[index].tokens, index))
+        chosen += others
+        for index in others:
+            for page in pages_of[index]:
+                holders_on[page].remove(index)
+                if page in cost:
+                    cost[page] -= holders[index].tokens
+                    heappush(cheapest, (cost[page], len(blocks_on[page]), page))
     return Choice(chosen, excess_pages <= 0)
 
 
