@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
+from kvelastic.integration.vllm.tier_lookups import Chain, Chains, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
 from kvelastic.tiers.load import Load, Loads, is_too_slow
 from kvelastic.tiers.lookup import Segment
@@ -126,6 +127,58 @@ def test_sliding_windows_are_looked_up_from_their_end() -> None:
     answers = [ask(lookups, name, chain(None, *"abcd"["abcd".index(name) :])) for name in "dcba"]
     assert answers == [True, True, True, False]
     assert [asked for _, asked in tiers.asked] == [[key(name)] for name in "dcba"]
+
+
+def test_scan_from_the_end_reads_keys_once() -> None:
+    reads = 0
+
+    class Counted(bytes):
+        """A key of a block, with the number of its group at its end."""
+
+        def __hash__(self) -> int:
+            nonlocal reads
+            reads += 1
+            return super().__hash__()
+
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(place)
+
+    blocks = 400
+    keys = {
+        group: [Counted(b"%012d%04d" % (at, group)) for at in range(blocks)] for group in (0, 1)
+    }
+    chains = Chains({each: at + 1 for group in keys for at, each in enumerate(keys[group])})
+    tiers = FakeTiers()
+    lookups = lookups_of(tiers)
+    reads = 0
+    for each in reversed(keys[1]):
+        assert not lookups.find("r", each, partial(chains.of, each))
+    assert len(tiers.asked) == blocks
+    assert reads <= 20 * blocks
+
+
+def test_chain_follows_the_group_of_its_key() -> None:
+    positions = {b"a...1": 16, b"a...2": 32, b"b...1": 32, b"c...1": 48, b"b...2": 64}
+    chains = Chains(positions)
+
+    def read(name: bytes) -> tuple[bytes | None, list[bytes]]:
+        before, keys = chains.of(name)
+        return before, list(keys)
+
+    assert read(b"b...1") == (b"a...1", [b"b...1", b"c...1"])
+    assert read(b"a...2") == (None, [b"a...2", b"b...2"])
+    positions[b"d...1"] = 64
+    assert read(b"c...1") == (b"b...1", [b"c...1", b"d...1"])
+    assert read(b"x...1") == (None, [b"x...1"]), "its place is not known"
+
+
+def test_part_of_a_block_interrupts_no_chain() -> None:
+    chains = Chains({b"a...1": 16, b"b...1": 32, b"p...1": 24})
+    assert list(chains.of(b"a...1").keys) == [b"a...1", b"b...1"]
+    before, keys = chains.of(b"p...1")
+    assert (before, list(keys)) == (b"a...1", [b"p...1", b"b...1"])
 
 
 def test_taken_blocks_stay_held_after_the_step() -> None:

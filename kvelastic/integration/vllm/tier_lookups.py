@@ -3,7 +3,7 @@
 vLLM asks block by block, and again in every step while a request waits. So the first question of a
 step looks up all blocks of the request that may follow::
 
-    lookups.find("req", b"k3", chain)        # chain: k2, and k3 with its successors
+    lookups.find("req", b"k3", read_chain)   # returns k2, and k3 with its successors
     ...                                       # k4, k5: taken from the first result
     load = lookups.take("req", [b"k3", b"k4"])    # it loads: the found records stay held
     lookups.end_step()                        # releases all that no request has taken
@@ -17,9 +17,11 @@ thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain, islice, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvelastic.tiers.base import NO_KEY, each_key
 from kvelastic.tiers.load import Load, merged
@@ -27,13 +29,48 @@ from kvelastic.tiers.load import Load, merged
 if TYPE_CHECKING:
     from kvelastic.tiers.manager import Tiers
 
+_GROUP_BYTES: Final = 4
+"""vLLM's key of a block ends with the number of its group."""
+
 
 class Chain(NamedTuple):
     """Consecutive blocks of one sequence, by the engine's keys."""
 
     before: bytes | None
     """The block before the first one; None at the start of a prompt, or if unknown."""
-    keys: Sequence[bytes]
+    keys: Iterable[bytes]
+
+
+class Chains:
+    """The blocks of one request, for each group in the order of its tokens."""
+
+    def __init__(self, positions: Mapping[bytes, int]) -> None:
+        """`positions` has the ends of blocks by key, in the order in which vLLM adds them."""
+        self.positions = positions
+        self._read = 0
+        self._groups: dict[bytes, tuple[list[bytes], list[int]]] = {}
+        """Keys and ends, both ascending by end."""
+
+    def of(self, key: bytes) -> Chain:
+        """Return a block with its successors in its group, read only as the caller iterates."""
+        end = self.positions.get(key)
+        if end is None:
+            return Chain(None, [key])
+        self._read_new()
+        keys, ends = self._groups[key[-_GROUP_BYTES:]]
+        at, after = bisect_left(ends, end), bisect_right(ends, end)
+        following = (keys[place] for place in range(after, len(keys)))
+        return Chain(keys[at - 1] if at else None, chain([key], following))
+
+    def _read_new(self) -> None:
+        if self._read == len(self.positions):
+            return
+        for key, end in islice(self.positions.items(), self._read, None):
+            keys, ends = self._groups.setdefault(key[-_GROUP_BYTES:], ([], []))
+            if not ends or end > ends[-1]:  # else vLLM has looked up a part of a block
+                keys.append(key)
+                ends.append(end)
+        self._read = len(self.positions)
 
 
 @dataclass
@@ -55,10 +92,11 @@ class Lookups:
         self._keys: dict[str, dict[bytes, bytes]] = {}
         self._without: set[str] = set()
 
-    def find(self, request: str, key: bytes, chain: Callable[[], Chain]) -> bool:
+    def find(self, request: str, key: bytes, read_chain: Callable[[], Chain]) -> bool:
         """Return True if a block is in the tiers; it is then held for this request.
 
-        `chain` returns the blocks from this one on. Called only if this step has no result yet.
+        `read_chain` returns the blocks from this one on. They are looked up together, up to one
+        that this step has looked up before. Called only if this step has no result yet.
         """
         if request in self._without:
             return False
@@ -66,8 +104,8 @@ class Lookups:
         answer = here.answers.get(key)
         if answer is not None:
             return answer
-        before, keys = chain()
-        wanted = [each for each in keys if each not in here.answers]
+        before, keys = read_chain()
+        wanted = list(takewhile(lambda each: each not in here.answers, keys))
         found = self._match(request, before, wanted)
         if found.count:
             here.held.append(found)

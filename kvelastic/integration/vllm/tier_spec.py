@@ -10,7 +10,8 @@ Imports vLLM. vLLM imports it by the name in the connector's configuration (`con
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -25,10 +26,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvelastic.errors import EngineError
 from kvelastic.integration.vllm import in_tiers
-from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
+from kvelastic.integration.vllm.tier_lookups import Chains, Lookups
 from kvelastic.tiers.load import Load
-
-_GROUP_BYTES = 4
 
 
 class RecordsInTiers(LoadStoreSpec):  # type: ignore[misc]  # vLLM has no type information here
@@ -45,14 +44,15 @@ class TierLookups(OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, lookups: Lookups) -> None:
         self.lookups = lookups
+        self._chains: dict[str, Chains] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Look up a block. A hit is held until the step or its load ends."""
-
-        def chain() -> Chain:
-            return _chain(key, req_context._offload_key_positions)
-
-        found = self.lookups.find(req_context.req_id, key, chain)
+        positions = req_context._offload_key_positions
+        chains = self._chains.get(req_context.req_id)
+        if chains is None or chains.positions is not positions:
+            chains = self._chains[req_context.req_id] = Chains(positions)
+        found = self.lookups.find(req_context.req_id, key, partial(chains.of, key))
         return LookupResult.HIT if found else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RecordsInTiers:
@@ -70,6 +70,7 @@ class TierLookups(OffloadingManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         """Drop the request's lookups."""
+        self._chains.pop(req_context.req_id, None)
         self.lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
@@ -79,24 +80,6 @@ class TierLookups(OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Release this step's records; the scheduler's reset handles the tiers (`in_tiers`)."""
         self.lookups.end_step()
-
-
-def _chain(key: bytes, positions: Mapping[bytes, int]) -> Chain:
-    """Return `key`'s successors in its group and the block before; `positions` are block ends."""
-    first = positions.get(key)
-    if first is None:
-        return Chain(None, [key])
-    group = key[-_GROUP_BYTES:]
-    before: bytes | None = None
-    following = [key]
-    for each, position in positions.items():
-        if each[-_GROUP_BYTES:] != group:
-            continue
-        if position > first:
-            following.append(each)
-        elif position < first:
-            before = each
-    return Chain(before, following)
 
 
 class NoCopies(OffloadingWorker):  # type: ignore[misc]
