@@ -25,6 +25,7 @@ from kvelastic.config import Config
 from kvelastic.device.selection import Device
 from kvelastic.errors import (
     DeviceUnavailableError,
+    DoubleFreeError,
     DriverError,
     LimitReachedError,
     OutOfMemoryError,
@@ -85,6 +86,7 @@ class GrowingPages:
         """
         if pages <= self.held:
             return
+        self._free_lost()
         wanted = self._ids(self.held, pages)
         for _ in range(_TRIES):
             ids = self._alloc(len(wanted), pages)
@@ -107,8 +109,10 @@ class GrowingPages:
         """
         if pages < self.held:
             # Free from the end, so that the pool reuses the lowest parked pages first.
-            self.pool.blocks.free(list(reversed(self._ids(pages, self.held))))
+            freed = list(reversed(self._ids(pages, self.held)))
             self.held = pages
+            self.pool.blocks.free(freed)
+        self._free_lost()
         if trim:
             self.pool.blocks.trim()
 
@@ -124,6 +128,17 @@ class GrowingPages:
             with suppress(DriverError):  # nothing can be released after a driver error
                 self.shrink(0)
         self.pool.close()
+
+    def _free_lost(self) -> None:
+        """Free used blocks that are not held: Ctrl-C has ended a call before it could note them."""
+        blocks = self.pool.blocks
+        if blocks.stats()["blocks_used"] == len(self._ids(0, self.held)):
+            return
+        for page, count in blocks.occupancy().items():
+            if page >= self.held and count:
+                for block in reversed(self._ids(page, page + 1)):
+                    with suppress(DoubleFreeError):
+                        blocks.free([block])
 
     def _alloc(self, count: int, pages: int) -> list[int]:
         """Return `count` blocks for a total of `pages` pages. Waits and raises like `grow`."""
