@@ -33,6 +33,9 @@ _log = logging.getLogger("kvelastic")
 
 _own_names: set[str] = set()
 """Names of this process's instances. If a name is configured, later caches get a suffix."""
+_reserving: str | None = None
+"""The name of the open instance that reserves this process's weights. After its close, the next one
+that is opened does."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class EnginePool:
         or `ReserveError` if the device has no room for the reserve.
         """
         reserve_bytes = settings.reserve
-        if len(_own_names) > 1:
-            reserve_bytes = 0  # an earlier cache of this process has reserved its weights
+        if self.pool.name != _reserving:
+            reserve_bytes = 0  # another cache of this process has reserved its weights
         elif reserve_bytes is None:
             reserve_bytes = held_besides_bytes
         if self.step_reserve is not None:
@@ -85,7 +88,10 @@ class EnginePool:
 
     def close(self) -> None:
         """Release everything, except blocks in use by a tensor. Idempotent."""
+        global _reserving
         _own_names.discard(kvcached_name(self.pool.name))
+        if self.pool.name == _reserving:
+            _reserving = None
         self.pool.close()
 
 
@@ -109,6 +115,7 @@ def open_engine_pool(
     people. `open_pool` documents `movable` and the exceptions. Without `has_tiers`, a set
     KVELASTIC_TIERS is reported once in the log as having no effect.
     """
+    global _reserving
     if settings.tiers and not has_tiers:
         log_once(
             logging.WARNING,
@@ -146,8 +153,10 @@ def open_engine_pool(
         movable=movable,
     )
     step_reserve = None
-    if not (device.is_host or _own_names or settings.reserve is not None):
-        step_reserve = StepReserve(pool.reserve, device.capacity_bytes)
+    if _reserving is None:
+        _reserving = pool.name
+        if not (device.is_host or settings.reserve is not None):
+            step_reserve = StepReserve(pool.reserve, device.capacity_bytes)
     _own_names.add(kvcached_name(pool.name))
     _log.info(
         "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"

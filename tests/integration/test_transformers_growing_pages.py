@@ -87,3 +87,19 @@ def test_interrupted_cache_closes_without_used_blocks(
             pages.grow(2)
     pages.close(is_unused=True)
     assert blocks.mapped_bytes == 0
+
+
+def test_next_pages_reserve_after_a_close(
+    opened: Callable[[], GrowingPages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVELASTIC_RESERVE", "8M")
+
+    def reserve_bytes(pages: GrowingPages) -> int:
+        (ledger,) = pages.pool.ledgers
+        return ledger.member.reserve_bytes
+
+    first, second = opened(), opened()
+    assert (reserve_bytes(first), reserve_bytes(second)) == (8 * MIB_BYTES, 0)
+    first.close(is_unused=True)
+    assert reserve_bytes(opened()) == 8 * MIB_BYTES
+    assert reserve_bytes(opened()) == 0

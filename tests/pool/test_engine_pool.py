@@ -126,6 +126,17 @@ def test_second_cache_of_a_process_is_numbered(stack: ExitStack) -> None:
     assert ledger.member.reserve_bytes == 0, "weights are the process's: the first has said them"
 
 
+def test_later_cache_reserves_when_the_first_closed(stack: ExitStack) -> None:
+    def reserve_bytes(toy: Toy) -> int:
+        (ledger,) = toy.cache.pool.ledgers
+        return ledger.member.reserve_bytes
+
+    first, second = Toy(stack).begin(8 * MIB_BYTES), Toy(stack).begin(8 * MIB_BYTES)
+    first.cache.close()
+    third, fourth = Toy(stack).begin(8 * MIB_BYTES), Toy(stack).begin(8 * MIB_BYTES)
+    assert [reserve_bytes(toy) for toy in (second, third, fourth)] == [0, 8 * MIB_BYTES, 0]
+
+
 def test_step_reserve_is_kept_on_a_gpu(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     """A neighbour must not take what activations leave between two steps."""
     device = Device(f"toys-{os.getpid()}", 64 * MIB_BYTES, _vmm.HostDriver)

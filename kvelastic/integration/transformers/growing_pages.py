@@ -49,8 +49,8 @@ _TRIES: Final = 4
 _MOST_NAMES: Final = 1000
 
 _reserving: weakref.ref[GrowingPages] | None = None
-"""The pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole process, so
-only one instance reports it."""
+"""The open pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole process,
+so only one instance reports it. After its close, the next one that is opened does."""
 
 
 class GrowingPages:
@@ -122,12 +122,15 @@ class GrowingPages:
         `is_unused`: no tensor over the pages exists. Otherwise the pages and their grant stay until
         the last tensor is deleted. In a forked child the call does nothing.
         """
+        global _reserving
         if os.getpid() != self._pid:
             return
         if is_unused:
             with suppress(DriverError):  # nothing can be released after a driver error
                 self.shrink(0)
         self.pool.close()
+        if _reserving is not None and _reserving() is self:
+            _reserving = None
 
     def _free_lost(self) -> None:
         """Free used blocks that are not held: Ctrl-C has ended a call before it could note them."""
