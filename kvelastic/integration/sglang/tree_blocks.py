@@ -126,16 +126,16 @@ class TreeBlocks(Generic[Node]):
             if keys is None:
                 self._blocks.give_back(ids)
                 return
-            self._blocks.give_back([], ids[::-1], b"".join(keys[::-1]))
-        doubles = []
+            doubles = [block for block, key in zip(ids, keys, strict=True) if key in self._spare]
+            others = [pair for pair in zip(ids, keys, strict=True) if pair[1] not in self._spare]
+            others.reverse()
+            self._blocks.give_back(
+                doubles, [block for block, _ in others], b"".join(key for _, key in others)
+            )
+        # A cached double belongs to no node and is not spare: the pool may have evicted it already.
         for block, key in zip(ids, keys, strict=True):
-            if block in self._gone:
-                continue
-            if key in self._spare:
-                doubles.append(block)
-            else:
+            if block not in self._gone and key not in self._spare:
                 self._spare[key], self._spare_key[block] = block, key
-        self._blocks.drop(doubles)
 
     def adopt(self, keys: bytes) -> list[int]:
         """Take the spare blocks of the leading keys; the caller uses them from now on."""
