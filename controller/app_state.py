@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from kvelastic.address import is_loopback
 from kvelastic.controller.http.connections import Connections
 from kvelastic.controller.http.keys import Keys
 from kvelastic.controller.http.open_files import OpenFiles
@@ -34,7 +35,7 @@ from kvelastic.controller.routing.engine_request import BoundedResponse
 from kvelastic.controller.routing.forward import Forwarder
 from kvelastic.controller.settings.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.settings.settings_warnings import warnings_of
-from kvelastic.errors import ControllerError
+from kvelastic.errors import ControllerConfigError, ControllerError
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -57,6 +58,8 @@ class AppState:
     ) -> None:
         """`source` names the configuration, in the marks of engines that are launched."""
         self.settings = settings
+        self.bound = settings.server
+        """The settings that the server listens with. A reload does not change them."""
         self.origins = Origins(settings.server)
         self.keys = Keys(settings.auth, self.origins)
         self.fleet = Fleet()
@@ -137,6 +140,12 @@ class AppState:
 
     def _take(self, new: Settings) -> dict[str, list[str]]:
         old = self.settings
+        # The new host may be loopback, but the server listens on the old one until a restart.
+        if not is_loopback(self.bound.host) and not new.auth.api_keys:
+            raise ControllerConfigError(
+                f"the server listens on {self.bound.host}, which can be reached from outside, and"
+                " there would be no key: keep auth.api_keys until a restart"
+            )
         changes: dict[str, list[str]] = {"added": [], "changed": [], "removed": []}
         models: list[ServedModel] = []
         fresh: list[ServedModel] = []
@@ -169,7 +178,7 @@ class AppState:
         changes["needs_restart"] = [
             f"server.{key}"
             for key in (*bound, "keep_alive")
-            if getattr(new.server, key) != getattr(old.server, key)
+            if getattr(new.server, key) != getattr(self.bound, key)
         ]
         known = set(warnings_of(old))
         for warning in warnings_of(new):

@@ -67,6 +67,23 @@ def test_reload_changes_keys() -> None:
         assert front.complete().status_code == 401
 
 
+def test_reload_keeps_keys_while_reachable_from_outside() -> None:
+    keys = {"api_keys": ["user"], "admin_keys": ["admin"]}
+    admin = {"Authorization": "Bearer admin"}
+    with (
+        Engine() as engine,
+        Controller(config_for(engine, server={"host": "0.0.0.0"}, auth=keys)) as front,
+    ):
+        front.write(config_for(engine))  # on 127.0.0.1, but only after a restart
+        answer = front.post("/admin/reload", headers=admin)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "CONTROLLER_CONFIG")
+        assert front.complete().status_code == 401
+        front.write(config_for(engine, auth=keys))
+        for _ in range(2):
+            answer = front.post("/admin/reload", headers=admin)
+            assert answer.json()["needs_restart"] == ["server.host"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("new_one_sleeps", [False, True])
 def test_queued_requests_move_to_the_new_engine(new_one_sleeps: bool) -> None:
