@@ -225,7 +225,7 @@ class Gate:
         """
         if self.state in {State.ASLEEP, State.FALLING_ASLEEP}:
             return None
-        if self.closing is not None:
+        if self.closing is not None:  # after a reload another model may use the same engines
             return self.closing
         if self.state is not State.AWAKE:
             return Refusal(409, "model_not_awake", f"The model is {self.state.value}.")

@@ -55,6 +55,23 @@ def test_chat_with_and_without_streaming(engine: Engine, client: ollama.Client) 
     assert parts[-1].eval_count == 3
 
 
+def test_keep_alive_0_ignores_replaced_models(engine: Engine) -> None:
+    """A reload gives the engine to a new model while a request of the old one runs."""
+    engine.change(fake={"hold": "h"})
+    config = config_for(engine, model={"url": None, "urls": [engine.url, "http://127.0.0.1:1"]})
+    body = {"model": "m", "prompt": "x", "keep_alive": 0, "stream": False}
+    with Controller(config_for(engine)) as front, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(front.post, "/api/generate", body)
+        wait_until(lambda: engine.state()["in_flight"] == 1)
+        front.write(config)
+        assert front.client.post("/admin/reload").json()["changed"] == ["m"]
+        engine.change(fake={})
+        engine.release("h")
+        assert asked.result().status_code == 200
+        assert front.complete().status_code == 200
+    assert engine.count("sleep_calls") == 0
+
+
 @pytest.mark.parametrize("count", [100_000, 3_000_000])
 def test_a_large_chat(engine: Engine, client: ollama.Client, count: int) -> None:
     """In memory, and in a file on its way to the engine."""
