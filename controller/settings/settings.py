@@ -524,6 +524,12 @@ class ModelSettings(_Section):
         return tuple(u.rstrip("/") for u in (self.urls or (self.url or "",)))
 
     @property
+    def may_sleep(self) -> bool:
+        """Whether its engines may be put to sleep, or be stopped, without an operator."""
+        is_on_demand = self.launch is not None and self.launch.on_demand
+        return not self.pin and (self.engine in {"vllm", "sglang"} or is_on_demand)
+
+    @property
     def upstream_name(self) -> str:
         """The engine's name of the model."""
         return self.served_name or self.name
@@ -638,6 +644,20 @@ class Settings(_Section):
                 f"server.host {self.server.host} can be reached from outside, and there is no key:"
                 " set auth.api_keys, or listen on 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _no_shared_engine_sleeps(self) -> Settings:
+        first: dict[str, ModelSettings] = {}
+        for model in self.models:
+            for engine in filter(None, (*model.addresses, model.instance)):
+                other = first.setdefault(engine, model)
+                if other is not model and (other.may_sleep or model.may_sleep):
+                    raise ValueError(
+                        f"models {other.name!r} and {model.name!r} have the same engine, {engine},"
+                        " and the sleep of one would stop the other: set `pin: true` for both, or"
+                        " make one name an alias"
+                    )
         return self
 
 

@@ -9,6 +9,7 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from kvelastic.controller.models.engine_calls import KINDS
 from kvelastic.controller.settings.settings_file import json_schema, load, parse
 from kvelastic.controller.settings.settings_warnings import warnings_of
 from kvelastic.errors import ControllerConfigError, InvalidArgumentError
@@ -157,6 +158,38 @@ groups:
     (warning,) = warnings_of(settings)
     assert "waits up to 600 s for a prefill engine that hangs" in warning
     assert warnings_of(parse(text.replace("pin:", "timeouts: {idle: 60s}, pin:"), {})) == []
+
+
+SHARED = "models: [{name: a, %s}, {name: b, served_name: adapter, %s}]"
+VLLM = "engine: vllm, url: 'http://h:1'"
+ON_DEMAND = "launch: {on_demand: true, port: 1, command: [x]}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (VLLM, VLLM),
+        (VLLM, f"{VLLM}, pin: true"),
+        ("engine: openai, url: 'http://h:1'", VLLM),
+        ("engine: sglang, urls: ['http://h:1/', 'http://h:2']", f"{VLLM}, pin: true"),
+        (VLLM + ", instance: i", "url: 'http://h:2', instance: i"),
+        (ON_DEMAND, "url: 'http://127.0.0.1:1'"),
+    ],
+)
+def test_models_share_no_engine_that_sleeps(one: str, other: str) -> None:
+    with pytest.raises(ControllerConfigError, match="models 'a' and 'b' have the same engine, "):
+        parse(SHARED % (one, other), {})
+
+
+@pytest.mark.parametrize("one", [f"{VLLM}, pin: true", "engine: openai, url: 'http://h:1'"])
+def test_models_may_share_an_engine_without_sleep(one: str) -> None:
+    assert len(parse(SHARED % (one, f"{VLLM}, pin: true"), {}).models) == 2
+
+
+def test_may_sleep_knows_all_kinds() -> None:
+    for engine, kind in KINDS.items():
+        (model,) = parse(MODEL % f", engine: {engine}", {}).models
+        assert model.may_sleep == kind.can_sleep
 
 
 def test_accepted_device_names() -> None:
