@@ -315,6 +315,8 @@ class _RayStream:
         self._number = next(_numbers)
         self._lost: ReplicaLostError | None = None
         self._has_left = False
+        self._has_ended = False
+        """The generator has ended; its end may still wait for a place in the queue."""
         self._loop = asyncio.get_running_loop()
         watch.follow(self._number, self._on_lost)
         self._generator = handle.forward.remote(replace(request, number=self._number))
@@ -355,6 +357,7 @@ class _RayStream:
             end = ReplicaLostError(f"its replica was lost ({type(error).__name__})")
         except Exception as error:  # the reader raises it
             end = error
+        self._has_ended = True
         await self._parts.put(end)
 
     def _on_lost(self, why: str) -> None:
@@ -366,7 +369,7 @@ class _RayStream:
             self._lose(f"no replica accepted it within {within_s:.0f} s")
 
     def _lose(self, why: str) -> None:
-        if self._lost is None:
+        if self._lost is None and not self._has_ended:
             self._lost = ReplicaLostError(why)
             self._pump.cancel()
 
