@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
@@ -48,10 +49,29 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve, and log the addresses: with port 0 the log is the only source."""
-        await super().startup(sockets)
+        """Start to serve, and log the addresses: with port 0 the log is the only source.
+
+        Replaces uvicorn's method, which gives a client 60 s for a TLS handshake.
+        """
+        config = self.config
+        assert isinstance(config, ServerConfig)
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(
+            protocol, config=config, server_state=self.server_state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = []
         for sock in sockets or ():
+            server = await loop.create_server(
+                make,
+                sock=sock,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=config.header_timeout_s if config.ssl else None,
+            )
+            self.servers.append(server)
             _log.info("listening on %s port %d", *sock.getsockname()[:2])
+        self.started = True
 
 
 def run(path: Path) -> int:

@@ -114,7 +114,7 @@ class ServerSettings(_Section):
     max_headers: SizeAboveZero = 64 << 10
     """Maximum of a request's line and headers together; beyond it: 431."""
     header_timeout: DurationAboveZero = 15.0
-    """Time for a request's line and headers to arrive."""
+    """Time for a request's line and headers to arrive, and before them for a TLS handshake."""
     body_timeout: DurationAboveZero = 60.0
     """Time for the next piece of a request's body to arrive."""
     send_timeout: Duration = 60.0

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import needs
 import pytest
+from certificates import make_certificate
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for, rest_of
 from test_slow_clients import dial, metric, post
@@ -105,6 +109,19 @@ def is_closed(sock: socket.socket) -> bool:
         return False
     except ConnectionError:
         return True
+
+
+@needs.openssl
+def test_silent_tls_handshakes_end(engine: Engine, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = {"tls_cert": str(certificate), "tls_key": str(key), "header_timeout": "200ms"}
+    trusted = ssl.create_default_context(cafile=str(certificate))
+    in_tls = partial(trusted.wrap_socket, server_hostname="127.0.0.1")
+    with Controller(config_for(engine, server=tls)) as front, dial(front.port) as silent:
+        for _ in range(2):  # each one is accepted later, so its time ends later
+            with suppress(OSError), in_tls(dial(front.port)) as sock:  # a slow handshake ends too
+                rest_of(sock)
+        assert is_closed(silent)
 
 
 def test_descriptor_shortage_is_503_out_of_descriptors(engine: Engine) -> None:
