@@ -12,8 +12,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.engine_calls import KINDS, EngineCalls, Kind
@@ -33,6 +33,8 @@ _log = logging.getLogger("kvelastic.controller")
 
 UNREACHABLE_REST_S = 1.0
 """An engine that refused a connection gets no request for this time, if there is another."""
+
+_WAKE_FAILED: Final = Refusal(503, "wake_failed", "The model could not be woken.", 2.0)
 
 EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
 """`EngineCalls.sleep` or `.wake`."""
@@ -221,7 +223,8 @@ class ServedModel:
             ticket.waiter = asyncio.get_running_loop().create_future()
             await ticket.waiter
         if ticket.refusal is not None:
-            raise ticket.refusal
+            # A new object: requests share a refusal, and a raised one keeps its traceback.
+            raise replace(ticket.refusal)
 
     def leave(self, ticket: Ticket) -> None:
         """The request has ended, or its client has disconnected."""
@@ -480,7 +483,7 @@ class ServedModel:
             self.wakes += not are_engines_awake
             self.slept_at = None
             self.awake_since_s = now_s
-        self.gate.woken(None if problem is None else _wake_failed(), now_s)
+        self.gate.woken(None if problem is None else _WAKE_FAILED, now_s)
 
     async def _wake_up(self, are_engines_awake: bool) -> str | None:
         """Wake memory and engines, or start the engine; on a problem undo it."""
@@ -535,7 +538,7 @@ class ServedModel:
                     self.gate.slept(False, now_s)
                 elif self.gate.state is State.WAKING:
                     self.last_problem = f"wake: {error}"
-                    self.gate.woken(_wake_failed(), now_s)
+                    self.gate.woken(_WAKE_FAILED, now_s)
             finally:
                 self._changed.set()
                 if self._swapper is not None:
@@ -576,11 +579,6 @@ def _rules(settings: ModelSettings, sleep: SleepSettings) -> Rules:
         min_sleep_s=sleep.min_sleep,
         max_in_flight=settings.max_in_flight,
     )
-
-
-def _wake_failed() -> Refusal:
-    """A new object each time: a raised exception keeps its traceback."""
-    return Refusal(503, "wake_failed", "The model could not be woken.", retry_after_s=2.0)
 
 
 def _first_problem(results: list[BaseException | None]) -> str | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.models.engine_calls import EngineCalls
 from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 
 
 class RecordingEffects:
@@ -72,6 +77,19 @@ def test_wakes_without_a_request_follow_its_rules() -> None:
     assert not gate.may_wake(1e9)
     unwoken, _ = asleep(Rules(wake_on_request=False))
     assert not unwoken.may_wake(1e9)
+
+
+def test_shared_refusal_keeps_no_traceback() -> None:
+    async def run() -> None:
+        settings = ModelSettings(name="m", url="http://127.0.0.1:1")
+        model = ServedModel(settings, SleepSettings(), EngineCalls(None))  # type: ignore[arg-type]
+        model.gate.closing = shared = Refusal(503, "model_removed", "gone", 5.0)
+        with pytest.raises(Refusal) as caught:
+            await model.enter(Ticket())
+        assert (caught.value.code, caught.value.retry_after_s) == ("model_removed", 5.0)
+        assert shared.__traceback__ is None
+
+    asyncio.run(run())
 
 
 def test_full_queue_is_429_with_retry_after() -> None:
