@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json, refusal_response
+from kvelastic.controller.http.request_body import ClientGoneError
 from kvelastic.errors import (
     ControllerConfigError,
     GuaranteeError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
     from kvelastic.controller.models.served_model import ServedModel
 
+_CLIENT_GONE: Final = 499
 Handler = Callable[["AppState", Request], Awaitable[Any]]
 
 
@@ -73,6 +75,9 @@ def route(app_state: AppState, path: str, method: str, who: Who, handler: Handle
             refusal = _as_refusal(app_state, failure, path)
             response = refusal_response(refusal)
             status, error = refusal.status, refusal.code
+        except ClientGoneError:
+            response = Response(status_code=_CLIENT_GONE)  # never read
+            status, error = 0, "client_gone"
         finally:
             if is_audited:
                 _audit(app_state, request, status, error)

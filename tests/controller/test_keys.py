@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -253,3 +254,14 @@ def test_audit_log_names_key_and_action(engine: Engine) -> None:
         assert "guessed" not in "\n".join(front.lines)
         request = json.loads(front.wait_for_line('"/v1/completions"'))
         assert request["key"] == id_of(ADMIN)
+
+
+def test_audit_log_names_clients_that_have_gone(front: Controller) -> None:
+    action = "POST /memory/m/tiers/clear"
+    lines = f"{action} HTTP/1.1", "Host: x", "Content-Length: 9", f"X-Api-Key: {ADMIN}", "", "{"
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.sendall("\r\n".join(lines).encode())
+    line = json.loads(front.wait_for_line(f'"{action}"'))
+    assert (line["outcome"], line["status"], line["error"]) == ("failed", 0, "client_gone")
+    front.get("/version")
+    assert not [line for line in front.lines if "Traceback" in line]
