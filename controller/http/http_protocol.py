@@ -33,7 +33,8 @@ MOST_PIPELINED: Final = 4
 """Reading stops while so many requests wait for the response of another one."""
 
 SEND_TIMEOUT = "kvelastic.send_timeout"
-"""Key of a request's ASGI scope: its connection was cut because its client did not read."""
+"""Key of the `state` in a request's ASGI scope, which copies of the scope share: its connection was
+cut because its client did not read."""
 
 
 class ServerConfig(uvicorn.Config):
@@ -75,7 +76,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         """Abort the connection, because its client does not read. Call it in the event loop."""
         for cycle in (*self._earlier, self.cycle):
             if cycle is not None:
-                cycle.scope[SEND_TIMEOUT] = True  # type: ignore[literal-required]
+                cycle.scope["state"][SEND_TIMEOUT] = True
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -142,7 +142,7 @@ class Forwarder:
                 return
             if not exchange.cancelled:
                 raise  # the server ends
-            if SEND_TIMEOUT in scope:
+            if SEND_TIMEOUT in scope.get("state", ()):
                 exchange.error = "send_timeout"
             uncancel()
         except Exception:
