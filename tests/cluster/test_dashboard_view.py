@@ -54,10 +54,9 @@ def test_samples_of_one_time_have_one_number() -> None:
             history("a", "n1", [100.1, 102.1, 104.1, 106.1], [1, 2, 3, 4]),
             history("b", "n1", [100.1], [9]),
             history("c", "n2", [101.9, 105.8], [5, 6]),
-        ],
-        3.0,
+        ]
     )
-    assert (found["controller_started_at"], found["first_sample"]) == (3.0, 50)
+    assert (found["controller_started_at"], found["first_sample"]) == (0, 50)
     assert found["at"] == [100.0, 102.0, 104.0, 106.0]
     assert [
         (each["node"], each["device"], each["capacity_bytes"], each["instances"])
@@ -73,10 +72,10 @@ def test_samples_of_one_time_have_one_number() -> None:
 
 def test_slowest_machine_ends_the_history() -> None:
     replies = [history("a", "n1", [2.0, 4.0], [1, 2]), history("b", "n2", [2.0], [3])]
-    assert merged_history(replies, 0.0)["at"] == [2.0]
+    assert merged_history(replies)["at"] == [2.0]
 
 
 def test_history_without_samples_is_empty() -> None:
     for replies in ([], [history("a", "n1", [], [])]):
-        found = merged_history(replies, 0.0)
+        found = merged_history(replies)
         assert (found["at"], found["devices"]) == ([], [])

@@ -44,12 +44,12 @@ def merged_links(replies: Iterable[Control]) -> dict[str, Any]:
     return {"nodes": [node for reply in found for node in json.loads(reply.body)["nodes"]]}
 
 
-def merged_history(replies: Iterable[Control], began_s: float) -> dict[str, Any]:
+def merged_history(replies: Iterable[Control]) -> dict[str, Any]:
     """Return the body of `GET /devices/history` for all machines. Takes milliseconds.
 
     A sample's number is its time in intervals since 1970, so the machines' samples of one time have
-    one number. The last sample is the newest that all machines have. `began_s` stands for the
-    controller's start.
+    one number. The last sample is the newest that all machines have. All fronts number the
+    samples alike, so a page may ask any of them, and `controller_started_at` is 0.
     """
     histories = [(reply.node, json.loads(reply.body)) for reply in one_for_each_machine(replies)]
     histories = [(node, history) for node, history in histories if history["at"]]
@@ -65,7 +65,7 @@ def merged_history(replies: Iterable[Control], began_s: float) -> dict[str, Any]
             instances = [_picked(one, picked) for one in device["instances"]]
             devices.append({**_picked(device, picked), "node": node, "instances": instances})
     return {
-        "controller_started_at": began_s,
+        "controller_started_at": 0,
         "interval_seconds": interval_s,
         "first_sample": first,
         "at": [number * interval_s for number in wanted],

@@ -199,7 +199,7 @@ class KvFront:
         if path == "/memory":
             return JSONResponse(merged_memory(replies, nodes, silent))
         if path == "/devices/history":
-            return JSONResponse(await asyncio.to_thread(merged_history, replies, self._began_s))
+            return JSONResponse(await asyncio.to_thread(merged_history, replies))
         return JSONResponse(_MERGES[path](replies))
 
     async def _replicas(self) -> list[dict[str, Any]]:
