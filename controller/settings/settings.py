@@ -524,10 +524,14 @@ class ModelSettings(_Section):
         return tuple(u.rstrip("/") for u in (self.urls or (self.url or "",)))
 
     @property
+    def is_on_demand(self) -> bool:
+        """Whether its engine is started by requests and stopped instead of put to sleep."""
+        return self.launch is not None and self.launch.on_demand
+
+    @property
     def may_sleep(self) -> bool:
         """Whether its engines may be put to sleep, or be stopped, without an operator."""
-        is_on_demand = self.launch is not None and self.launch.on_demand
-        return not self.pin and (self.engine in {"vllm", "sglang"} or is_on_demand)
+        return not self.pin and (self.engine in {"vllm", "sglang"} or self.is_on_demand)
 
     @property
     def upstream_name(self) -> str:
@@ -646,13 +650,19 @@ class Settings(_Section):
             )
         return self
 
+    def _sleeps(self, model: ModelSettings) -> bool:
+        """Whether the controller puts a model to sleep by time, by pressure or for its group."""
+        is_of_a_group = any(model.name in group.models for group in self.groups)
+        by_itself = self.sleep.auto or model.ttl is not None or model.is_on_demand
+        return model.may_sleep and (by_itself or is_of_a_group)
+
     @model_validator(mode="after")
     def _no_shared_engine_sleeps(self) -> Settings:
         first: dict[str, ModelSettings] = {}
         for model in self.models:
             for engine in filter(None, (*model.addresses, model.instance)):
                 other = first.setdefault(engine, model)
-                if other is not model and (other.may_sleep or model.may_sleep):
+                if other is not model and (self._sleeps(other) or self._sleeps(model)):
                     raise ValueError(
                         f"models {other.name!r} and {model.name!r} have the same engine, {engine},"
                         " and the sleep of one would stop the other: set `pin: true` for both, or"

@@ -160,7 +160,7 @@ groups:
     assert warnings_of(parse(text.replace("pin:", "timeouts: {idle: 60s}, pin:"), {})) == []
 
 
-SHARED = "models: [{name: a, %s}, {name: b, served_name: adapter, %s}]"
+SHARED = "sleep: {auto: true}\nmodels: [{name: a, %s}, {name: b, served_name: adapter, %s}]"
 VLLM = "engine: vllm, url: 'http://h:1'"
 ON_DEMAND = "launch: {on_demand: true, port: 1, command: [x]}"
 
@@ -184,6 +184,13 @@ def test_models_share_no_engine_that_sleeps(one: str, other: str) -> None:
 @pytest.mark.parametrize("one", [f"{VLLM}, pin: true", "engine: openai, url: 'http://h:1'"])
 def test_models_may_share_an_engine_without_sleep(one: str) -> None:
     assert len(parse(SHARED % (one, f"{VLLM}, pin: true"), {}).models) == 2
+
+
+def test_models_that_never_sleep_may_share_an_engine() -> None:
+    text = SHARED.partition("\n")[2]
+    assert len(parse(text % (VLLM, VLLM), {}).models) == 2
+    with pytest.raises(ControllerConfigError, match="have the same engine"):
+        parse(text % (VLLM, VLLM + ", ttl: 10m"), {})
 
 
 def test_may_sleep_knows_all_kinds() -> None:
