@@ -34,8 +34,8 @@ _log = logging.getLogger("kvelastic")
 _own_names: set[str] = set()
 """Names of this process's instances. If a name is configured, later caches get a suffix."""
 _reserving: str | None = None
-"""The name of the open instance that reserves this process's weights. After its close, the next one
-that is opened does."""
+"""The name of the open instance that reserves this process's weights. After its close, the next new
+instance does."""
 
 
 @dataclass(frozen=True)

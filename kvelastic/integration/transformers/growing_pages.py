@@ -50,7 +50,7 @@ _MOST_NAMES: Final = 1000
 
 _reserving: weakref.ref[GrowingPages] | None = None
 """The open pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole process,
-so only one instance reports it. After its close, the next one that is opened does."""
+so only one instance reports it. After its close, the next new instance does."""
 
 
 class GrowingPages:
