@@ -194,7 +194,7 @@ class ServedModel:
     @property
     def is_on_demand(self) -> bool:
         """Whether its engine is started by requests."""
-        return self.settings.launch is not None and self.settings.launch.on_demand
+        return self.settings.is_on_demand
 
     @property
     def idle_s(self) -> float:
