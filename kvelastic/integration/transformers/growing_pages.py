@@ -187,7 +187,7 @@ class GrowingPages:
         if not self._is_over_limit(pages):
             return OutOfMemoryError(
                 f"{now}; more is not available of the {format_size(capacity_bytes)} that instances"
-                " may hold of the device: `kvctl devices` says who has them. Lower another"
+                " may hold of the device: `kvctl devices` lists the holders. Lower another"
                 f" instance's limit, or wait longer with KVELASTIC_RECLAIM_WAIT. {after}"
             )
         if limit_bytes - effective_bytes >= page_bytes and pages <= self._most:

@@ -69,7 +69,7 @@ class EngineTiers:
     """The tiers of one engine core, and the state of its requests' loads."""
 
     def __init__(self, tiers: Tiers, settings: Config, peers: Peers | None = None) -> None:
-        """`peers`: what is exchanged with other engines."""
+        """`peers` exchanges blocks with other engines."""
         self._tiers = tiers
         self._peers = peers
         self._settings = settings
@@ -128,7 +128,7 @@ class EngineTiers:
             self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, names)))
 
     def needs_no_more(self, request: str) -> None:
-        """The request reads no more blocks of a prefill engine, which may release them."""
+        """The request has read its blocks of a prefill engine, which may release them."""
         if self._peers is not None:
             self._peers.store.finish(request)
 

@@ -309,8 +309,8 @@ class SchedulerBlocks:
     def wait_for_epoch(self, seen: int, timeout_s: float) -> bool:
         """Block until the availability epoch differs from `seen`, up to `timeout_s`.
 
-        Returns whether it does. Read `seen` *before* looking for blocks, so that no block that
-        becomes available meanwhile is missed.
+        Returns whether it does. Read `seen` *before* looking for blocks, so that no block is
+        missed that becomes available during the search.
         """
         raw = (seen + self.pool.given_back_epoch) % _EPOCH_WRAP
         return self.pool.wait_for_epoch(raw, timeout_s) != raw
