@@ -586,7 +586,7 @@ class Settings(_Section):
             yield f"names {_short(model.prefill or '')}, and no model has this name"
             return
         if pool is model:
-            yield "names this model; a prefill pool is another model, with engines of its own"
+            yield "names this model; a prefill pool is another model, with its own engines"
         if pool.prefill is not None:
             yield f"names {pool.name!r}, which has a prefill pool itself"
         for each in (model, pool):

@@ -84,7 +84,7 @@ def one_for_each_machine(replies: Iterable[Control]) -> list[Control]:
 def _picked(facts: dict[str, Any], slots: Sequence[int | None]) -> dict[str, Any]:
     """Return a device or instance with the samples in these slots, None for a missing one.
 
-    A reply knows the model of its own instance only, so `model` is None for all.
+    A reply knows only its own instance's model, so `model` is None for all.
     """
     found = {
         key: value
