@@ -78,9 +78,8 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
         try:
             return request_age_s() > 0.6
         except StopIteration:  # it has not asked yet, or before the thread waited
-            pool.enter()  # in a session no call waits, as in a step of an engine
-            assert pool.ensure(4) == 0
-            pool.exit()
+            with pool.session():  # in it no call waits, as in a step of an engine
+                assert pool.ensure(4) == 0
             return False
 
     maintenance = _vmm.MaintenanceThread.start(

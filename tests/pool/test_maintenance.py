@@ -307,14 +307,13 @@ def test_requests_wait_for_the_session():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.cache(ids)
-        one.pool.enter()
-        available = one.pool.available_mapped()
-        revision = one.request(2 * HUGE)
-        assert not one.operator.control_block.wait_ack(revision, 0.1)
-        assert not one.pool.has_evicted
-        assert one.pool.available_mapped() == available
-        assert len(one.pool.alloc(available)) == available, "what was seen can be taken"
-        one.pool.exit()
+        with one.pool.session():
+            available = one.pool.available_mapped()
+            revision = one.request(2 * HUGE)
+            assert not one.operator.control_block.wait_ack(revision, 0.1)
+            assert not one.pool.has_evicted
+            assert one.pool.available_mapped() == available
+            assert len(one.pool.alloc(available)) == available, "what was seen can be taken"
         assert one.answer(revision, settled=False)["state"] == "shrinking"
 
 
@@ -324,25 +323,23 @@ def test_work_delayed_by_a_session_runs_after_exit():
         ids = one.pool.alloc(PAGES * B - 1)
         revision = one.request(2 * HUGE)
         assert one.answer(revision, settled=False)["state"] == "shrinking"
-        one.pool.enter()
-        giver = threading.Thread(target=one.pool.cache, args=(ids,))
-        giver.start()
-        giver.join()
-        assert not one.pool.has_evicted
-        one.pool.touch(ids[:B])
-        one.pool.free(ids[:B])  # the session's own call
-        assert one.pool.has_evicted
-        one.pool.exit()
+        with one.pool.session():
+            giver = threading.Thread(target=one.pool.cache, args=(ids,))
+            giver.start()
+            giver.join()
+            assert not one.pool.has_evicted
+            one.pool.touch(ids[:B])
+            one.pool.free(ids[:B])  # the session's own call
+            assert one.pool.has_evicted
         assert one.answer(revision)["state"] == "applied"
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         revision = one.request(2 * HUGE)
         assert one.answer(revision, settled=False)["state"] == "shrinking"
-        one.pool.enter()
-        giver = threading.Thread(target=one.pool.free, args=(ids,))
-        giver.start()
-        giver.join()
-        one.pool.exit()
+        with one.pool.session():
+            giver = threading.Thread(target=one.pool.free, args=(ids,))
+            giver.start()
+            giver.join()
         assert one.answer(revision)["state"] == "applied", (
             "the maintenance thread went on after the session"
         )
@@ -460,9 +457,6 @@ def test_round_without_idle_blocks_ignores_the_session(cache_idle_s: float) -> N
     with Instance(cache_idle_s=cache_idle_s) as instance:
         instance.pool.cache(alloc(instance.pool, 3))
         instance.looked()
-        instance.pool.enter()
-        try:
+        with instance.pool.session():
             for _ in range(3):  # each begins when the round before has ended
                 instance.looked()
-        finally:
-            instance.pool.exit()

@@ -141,9 +141,8 @@ def test_alloc_on_a_full_device_keeps_the_gil(shared) -> None:
             answer = bool(had)
             return answer if time.perf_counter() - begin_s < NOT_YET_AGAIN_S else None
 
-    b.enter()
-    while (answer := let_go()) is None:
-        pass
-    b.exit()
+    with b.session():
+        while (answer := let_go()) is None:
+            pass
     a.free(used)
     assert answer is False

@@ -289,8 +289,6 @@ def test_failed_sleep_is_completed_by_the_next_sleep(
 
 def test_sleep_waits_for_a_session(one: Sleeper) -> None:
     """What a scheduler has looked at stays until it has taken it."""
-    one.pool.enter()
-    available = one.pool.available_size()
     began, slept = threading.Event(), threading.Event()
 
     def sleep() -> None:
@@ -299,13 +297,14 @@ def test_sleep_waits_for_a_session(one: Sleeper) -> None:
         slept.set()
 
     thread = threading.Thread(target=sleep)
-    thread.start()
-    assert began.wait(DEADLINE_S)
-    ids = one.pool.alloc(available)
-    assert ids is not None
-    assert len(ids) == available
-    assert not slept.is_set()
-    one.pool.exit()
+    with one.pool.session():
+        available = one.pool.available_size()
+        thread.start()
+        assert began.wait(DEADLINE_S)
+        ids = one.pool.alloc(available)
+        assert ids is not None
+        assert len(ids) == available
+        assert not slept.is_set()
     thread.join(DEADLINE_S)
     assert slept.is_set()
     assert one.pool.alloc(1) is None

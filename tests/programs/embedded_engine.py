@@ -169,8 +169,7 @@ class Engine:
             self.end()
             return
         keys = self.prompt()
-        self.blocks.enter()
-        try:
+        with self.blocks.session():
             self.follow()
             ids = []
             for key in keys:
@@ -179,8 +178,6 @@ class Engine:
                 ids.append(self.by_key[key])
             self.blocks.touch([block for block in ids if not self.users[block]])
             self.users.update(ids)
-        finally:
-            self.blocks.exit()
         for block, key in zip(ids, keys, strict=False):
             self.contents.check(block, key, "found again")
         self.counts["found"] += len(ids)
@@ -270,8 +267,7 @@ class Engine:
                 self.counts["demoted" if to == -2 else "dropped"] += 1
 
     def check_all(self) -> None:
-        self.blocks.enter()
-        try:
+        with self.blocks.session():
             self.follow()
             loading = {
                 request.ids[place]
@@ -282,8 +278,6 @@ class Engine:
             for block, key in self.key_of.items():
                 if block not in loading:
                     self.contents.check(block, key, "kept")
-        finally:
-            self.blocks.exit()
         self.blocks.check_integrity()
 
     def limit(self) -> None:
@@ -315,15 +309,12 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        self.blocks.enter()
-        try:
+        with self.blocks.session():
             self.follow()
             cached = [block for block in self.key_of if not self.users[block]]
             self.blocks.free(cached)
             for block in cached:
                 del self.by_key[self.key_of.pop(block)]
-        finally:
-            self.blocks.exit()
 
     def erase(self) -> None:
         self.tiers.erase(self.dice.choice([None, Selection(older_than_s=0.0)]))

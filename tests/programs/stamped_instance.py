@@ -215,16 +215,13 @@ class Engine:
 
     def reuse_cached_blocks(self) -> None:
         """As a prefix cache does: look and take, with nothing in between."""
-        self.blocks.enter()
-        try:
+        with self.blocks.session():
             self.follow()
             count = min(len(self.cached), self.dice.randint(1, MOST_BLOCKS))
             found = self.dice.sample(sorted(self.cached), count)
             if not found or len(self.requests) >= MOST_REQUESTS:
                 return
             self.blocks.touch(found)
-        finally:
-            self.blocks.exit()
         self._take(found, new=False)
         for block in found:
             self.stamps[block] = self.cached.pop(block)
@@ -247,13 +244,10 @@ class Engine:
         """Every block in use, and every cached one while nobody may evict or move it."""
         for block, stamp in self.stamps.items():
             self._read(block, stamp)
-        self.blocks.enter()
-        try:
+        with self.blocks.session():
             self.follow()
             for block, stamp in self.cached.items():
                 self._read(block, stamp)
-        finally:
-            self.blocks.exit()
 
     def _read(self, block: int, stamp: tuple[int, int, int]) -> None:
         self.counts["reads"] += 1

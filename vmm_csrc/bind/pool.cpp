@@ -114,6 +114,39 @@ auto from_state(const Pool& pool) {
   return (pool.state.*method)();
 }
 
+/// A session as a context manager. Native, because Python can run a signal handler between the
+/// return of a call and the `try` that follows it; a session left open would block every other
+/// thread.
+class PySession {
+ public:
+  PySession(std::shared_ptr<Pool> pool, std::optional<nb::callable> begun)
+      : pool_(std::move(pool)), begun_(std::move(begun)) {}
+
+  void enter() const {
+    Session& session = in_owner(*pool_).state.session;
+    if (!session.try_lock()) without_gil([&] { session.lock(); });
+    if (!begun_) return;
+    try {
+      (*begun_)();
+    } catch (...) {
+      session.unlock();
+      throw;
+    }
+  }
+
+  void exit() const {
+    Session& session = in_owner(*pool_).state.session;
+    if (!session.is_mine()) {
+      raise_code("INVALID_ARGUMENT", "this thread has no session that could end");
+    }
+    session.unlock();
+  }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+  std::optional<nb::callable> begun_;
+};
+
 void report_busy(Pool& pool, bool busy) {
   if (in_owner(pool).state.device_set) pool.state.device_set->report_busy(busy);
 }
@@ -265,6 +298,12 @@ void bind_ring(nb::module_& m) {
 void bind_pool(nb::module_& m) {
   bind_ring(m);
 
+  nb::class_<PySession>(m, "Session", "What Pool.session() returns.")
+      .def("__enter__", &PySession::enter)
+      .def(
+          "__exit__", [](const PySession& session, const nb::args&) { session.exit(); },
+          "Raises InvalidArgumentError if this thread is in no session.");
+
   nb::class_<Pool> pool(m, "Pool",
                         "Allocates blocks from the pages of a Range, or through a Ring from the "
                         "pages of worker processes. Any thread; see vmm_csrc/pool/pool.h.");
@@ -390,22 +429,22 @@ void bind_pool(nb::module_& m) {
           "Move the cached blocks of one page into holes of other pages. Returns how many blocks "
           "moved. Blocks.")
       .def(
-          "enter",
-          [](Pool& pool) {
-            if (!in_owner(pool).state.session.try_lock())
-              without_gil([&] { pool.state.session.lock(); });
+          "session",
+          [](std::shared_ptr<Pool> pool, std::optional<nb::callable> begun) {
+            return PySession(std::move(pool), std::move(begun));
           },
-          "Begin a session: until exit(), only calls of this thread take blocks away. Blocks while "
-          "another thread is in a session.")
-      .def(
-          "exit",
-          [](Pool& pool) {
-            if (!in_owner(pool).state.session.is_mine()) {
-              raise_code("INVALID_ARGUMENT", "exit() without enter() in this thread");
-            }
-            pool.state.session.unlock();
+          "begun"_a = nb::none(),
+          "Return a context manager: in its block, only calls of this thread take blocks away. It "
+          "waits while another thread is in a session, and then calls `begun`; if that raises, no "
+          "session begins. May be nested. A signal handler that raises ends the session as any "
+          "exception does.")
+      .def_prop_ro(
+          "session_depth",
+          [](const Pool& pool) {
+            const Session& session = pool.state.session;
+            return session.is_mine() ? session.depth() : 0;
           },
-          "End the session. Raises InvalidArgumentError if this thread has not begun one.")
+          "How many sessions this thread is in.")
       .def("set_limit", &set_limit, "limit_bytes"_a,
            "Set the limit and release the memory beyond it, except for blocks in use. Blocks.")
       .def(

@@ -60,7 +60,6 @@ class SchedulerBlocks:
         """Used blocks: those of requests, and those being loaded for them."""
         self.fell_short = False
         """True if `prepare` found too little memory in the current or last session."""
-        self._depth = 0
         self._steps = StepsOnTheirWay()
         self._pins_of_steps = PinsOfSteps()
         self._pins_after_next_step = PinsOfSteps()
@@ -75,22 +74,12 @@ class SchedulerBlocks:
 
         Waits while the pool shrinks. Limits and reclaim requests wait until the session ends.
         """
-        return self
+        return self.pool.session(self._session_has_begun)
 
-    def __enter__(self) -> None:
-        self.pool.enter()
-        self._depth += 1
-        if self._depth == 1:
+    def _session_has_begun(self) -> None:
+        if self.pool.session_depth == 1:
             self.fell_short = False
-        try:
-            self.follow()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        self.pool.exit()
+        self.follow()
 
     def follow(self) -> None:
         """Pass the pool's changes since the last call to `on_changes`.

@@ -520,9 +520,9 @@ class HostStore(Store):
                 return
             self._busy += 1
         pool = self._pool.blocks
-        pool.enter()  # keep the pool from moving blocks: those are used twice during a move
         try:
-            with self._lock:
+            # In a session the pool moves no block: those are used twice during a move.
+            with pool.session(), self._lock:
                 pool.check_integrity()
                 self._index.check_integrity()
                 self._reservations.check_integrity()
@@ -535,7 +535,6 @@ class HostStore(Store):
                         f"the index has {ready} records, and {known} lie in blocks"
                     )
         finally:
-            pool.exit()
             with self._lock:
                 self._end_work()
 
