@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 import threading
 import time
 
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory, alloc
+from processes import PROGRAMS, LineProgram
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler, with_a_short_timeout
 from ring_worker import Worker
 from waiting import wait_until
@@ -141,6 +143,51 @@ def late_map(timeout_s: float) -> None:
         with pytest.raises(errors.ChannelClosedError):
             scheduler.pool.alloc(1)
         scheduler.pool.check_integrity()
+
+
+_STOPS_WITH_A_COMMAND_IN_FLIGHT = """
+import os, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+from native_pools import HUGE
+from ring_scheduler import Scheduler
+from waiting import wait_until
+from kvelastic import errors
+
+def grow():
+    try:
+        print(len(scheduler.pool.alloc(8)), flush=True)
+    except errors.ChannelError as error:
+        print(error.code, flush=True)
+
+with Scheduler(timeout_s=float(sys.argv[2])) as scheduler, scheduler.worker() as worker:
+    scheduler.pool.ensure(1)
+    worker.pause()
+    print(worker.pid, flush=True)
+    growing = threading.Thread(target=grow)
+    growing.start()
+    wait_until(lambda: scheduler.pool.mapped_bytes == 2 * HUGE, "no map command is in flight")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    growing.join()
+"""
+
+
+@pytest.mark.slow
+def test_time_in_which_the_scheduler_was_stopped_does_not_count():
+    with_a_short_timeout(stopped_together)
+
+
+def stopped_together(timeout_s: float) -> None:
+    """Stop scheduler and worker for longer than the timeout, as Ctrl-Z in their shell does."""
+    with LineProgram("-c", _STOPS_WITH_A_COMMAND_IN_FLIGHT, PROGRAMS, str(timeout_s)) as scheduler:
+        worker_pid = int(scheduler.read())
+        os.waitid(os.P_PID, scheduler.pid, os.WSTOPPED)
+        time.sleep(2 * timeout_s)
+        scheduler.go_on()
+        os.kill(worker_pid, signal.SIGCONT)
+        outcome = scheduler.read()
+        assert scheduler.finish() == 0
+        if outcome != "8":
+            raise errors.ChannelTimeoutError(outcome)
 
 
 @pytest.mark.slow

@@ -31,6 +31,22 @@ Clock::time_point deadline_after(nanoseconds timeout) {
   return timeout == kForever ? Clock::time_point::max() : Clock::now() + timeout;
 }
 
+/// The time that a scheduler has waited for its workers. While this process is stopped, its workers
+/// usually are, too. So of each interval between two looks, only as much counts as a look takes at
+/// most.
+class Waited {
+ public:
+  void look() {
+    const Clock::time_point now = Clock::now();
+    total_ += std::min<nanoseconds>(now - std::exchange(last_, now), 2 * kLivenessInterval);
+  }
+  nanoseconds total() const { return total_; }
+
+ private:
+  nanoseconds total_{0};
+  Clock::time_point last_ = Clock::now();
+};
+
 /// The state of the mappings is unknown. This must not be mistaken for "no memory now".
 Error cannot_be_undone(const Error& failure, const Error& undoing) {
   const Errc code = undoing.code == Errc::kPoolFailed ? undoing.code : Errc::kChannelClosed;
@@ -341,11 +357,13 @@ bool RingBacking::all_done(std::uint32_t sequence) const {
 
 /// Blocks until every rank has replied to the command; closes the ring if a rank does not.
 Status RingBacking::wait_for_replies(std::uint32_t sequence) {
-  const Clock::time_point deadline = deadline_after(timeout_);
+  Waited waited;
   for (;;) {
     const std::uint32_t before = memory_->replied.load(std::memory_order_acquire);
     if (all_done(sequence)) return ok();
-    futex_wait(memory_->replied, before, std::min(until(deadline), kLivenessInterval));
+    const nanoseconds left = std::max(timeout_ - waited.total(), nanoseconds(0));
+    futex_wait(memory_->replied, before, std::min(left, kLivenessInterval));
+    waited.look();
     // Checking the workers costs more than most replies take, so it is done only after a wait.
     if (memory_->replied.load(std::memory_order_acquire) != before) continue;
     std::string names;
@@ -354,7 +372,7 @@ Status RingBacking::wait_for_replies(std::uint32_t sequence) {
       if (!is_serving(rank)) return gone(rank);
       names += (names.empty() ? "" : ", ") + name_of(rank);
     }
-    if (!names.empty() && until(deadline) == nanoseconds::zero()) return late(names);
+    if (!names.empty() && waited.total() >= timeout_) return late(names);
   }
 }
 
@@ -363,14 +381,16 @@ Status RingBacking::wait_for_replies(std::uint32_t sequence) {
 Status RingBacking::wait_for_fence(std::uint32_t number) {
   struct Looks {
     std::uint32_t count;
-    Clock::time_point seen;
+    nanoseconds seen;
   };
-  std::vector<Looks> looks(memory_->ranks, {0, Clock::now()});
-  Clock::time_point next_check = Clock::now() + kLivenessInterval;
+  std::vector<Looks> looks(memory_->ranks, {0, nanoseconds(0)});
+  Waited waited;
+  nanoseconds next_check = kLivenessInterval;
   for (;;) {
     const std::uint32_t before = memory_->replied.load(std::memory_order_acquire);
     Status open = refuse_if_closed();
-    const Clock::time_point now = Clock::now();
+    waited.look();
+    const nanoseconds now = waited.total();
     const bool check = now >= next_check;  // the bell also rings for every command
     if (check) next_check = now + kLivenessInterval;
     bool all = true;
@@ -387,7 +407,7 @@ Status RingBacking::wait_for_fence(std::uint32_t number) {
       if (std::exchange(own.count, count) != count) own.seen = now;
       if (!is_serving(rank))
         open = gone(rank);
-      else if (timeout_ != kForever && now - own.seen > timeout_)
+      else if (now - own.seen > timeout_)
         open = late(name_of(rank));
     }
     if (all || !open) return open;
