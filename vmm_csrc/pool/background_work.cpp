@@ -51,7 +51,7 @@ bool BackgroundWork::take_large_move() {
 
 bool BackgroundWork::arm_memory_watch() {
   const Change change(pool_);
-  return change->work.arm_watch(change->has_page_to_watch());
+  return change->work.arm_watch(change->depends_on_free_memory());
 }
 
 void BackgroundWork::note_memory() {

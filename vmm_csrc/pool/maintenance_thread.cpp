@@ -174,13 +174,15 @@ void MaintenanceThread::look_at_devices() {
   const bool moved = pool_->background.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
+  // A driver that cannot tell now may tell later: a worker can be late.
   const Sight sight = pool_->background.see_devices();
-  device_is_shared_ = sight != Sight::kNone;
-  Refusals refusals = PoolState::Look(pool_->state)->refusals;
-  if (!device_is_shared_) refusals.is_pending = false;
+  const PoolState& state = pool_->state;
+  measures_devices_ = state.device_set && state.backing->works_behind();
+  Refusals refusals = PoolState::Look(state)->refusals;
+  if (!measures_devices_) refusals.is_pending = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
-  if (refusals.is_pending && !moved && pool_->state.device_set->room() > 0) {
+  if (refusals.is_pending && !moved && state.device_set->room() > 0) {
     pool_->background.note_memory();
     refusals.is_pending = false;
   }
@@ -476,7 +478,7 @@ std::int64_t MaintenanceThread::sleep_ns(bool request_unreadable) {
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
   Clock::time_point due = std::min(decay_.due(), next_eviction_);
   if (watching_) due = std::min(due, next_look_);
-  if (device_is_shared_) due = std::min(due, next_device_look_);
+  if (measures_devices_) due = std::min(due, next_device_look_);
   if (due == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(due - Clock::now()).count();
   return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);

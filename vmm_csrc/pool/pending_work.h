@@ -15,7 +15,7 @@ struct DueWork {
   bool provision = false;        ///< pages should be mapped ahead of demand
   bool decay = false;            ///< trim or compact once the pool is idle
   bool cache_idle = false;       ///< cached blocks will exceed their idle time
-  bool watch = false;            ///< pages could be released when memory runs short
+  bool watch = false;            ///< the machine's free memory matters
   bool pursue = false;           ///< other instances must be requested to release pages
   bool look = false;             ///< after a large move a GPU must be measured
   bool failed = false;           ///< the backing has failed permanently

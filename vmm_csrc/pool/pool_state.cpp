@@ -106,7 +106,7 @@ void PoolState::call_maintenance(std::uint64_t over_pages) {
   work.provision = state_.provisioning.is_due(accounting.blocks().parked_pages()) &&
                    accounting.mappable_pages() > 0 && accounting.held_pages() > 0;
   work.decay = !state_.work.is_decay_armed() && state_.has_something_to_decay();
-  work.watch = state_.has_page_to_watch();
+  work.watch = state_.depends_on_free_memory();
   work.cache_idle = state_.has_cached_to_age();
   work.pursue = state_.memory_wait.pages() > 0;
   work.look = state_.moved_bytes >= kLargeMoveBytes;

@@ -142,8 +142,9 @@ struct State {
   bool has_cached_to_age() const {
     return options.cache_idle.count() >= 0 && accounting.blocks().cached_blocks() > 0;
   }
-  /// True if a page besides page 0 is held, which could be released when memory runs short.
-  bool has_page_to_watch() const { return accounting.held_pages() > 1; }
+  /// True if the machine's free memory matters: a page besides page 0 is held, which could be
+  /// released when memory runs short, or a page was refused, which may be available again.
+  bool depends_on_free_memory() const { return accounting.held_pages() > 1 || refusals.is_pending; }
 
   /// Sets the time with which blocks are stamped when they become cached.
   void set_now();

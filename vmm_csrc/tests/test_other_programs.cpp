@@ -14,7 +14,9 @@
 #include "driver/host_driver.h"
 #include "ledger/device_set.h"
 #include "ledger_fixture.h"
+#include "pool/maintenance_thread.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
 
@@ -69,9 +71,15 @@ class LookedAt final : public Backing {
                       CopyTo) override {
     return ok();
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() override { return {gpu_.memory()}; }
+  std::vector<std::optional<DeviceMemory>> device_memory() override {
+    ++device_looks;
+    if (!tells_memory) return {std::nullopt};
+    return {gpu_.memory()};
+  }
 
-  bool fails = false;
+  std::atomic<bool> fails = false;
+  std::atomic<bool> tells_memory = true;
+  std::atomic<int> device_looks = 0;
 
  private:
   Gpu& gpu_;
@@ -409,6 +417,28 @@ TEST(foreign_usage_is_sampled_after_large_changes) {
         static_cast<bool>(pool->allocator.free(**more)));
   CHECK(pool->background.trim() && !pool->background.take_large_move());
   pool->background.on_work(nullptr);
+}
+
+TEST(refused_alloc_is_notified_after_device_could_not_tell) {
+  auto segment = std::make_unique<Segment>();
+  Ledger ledger;
+  Gpu gpu;
+  auto backing = std::make_shared<LookedAt>(gpu, [] {});
+  const std::shared_ptr<Pool> pool = make_pool(backing, ledger.join(), kPage);
+  REQUIRE(segment->owner != nullptr && pool != nullptr);
+  std::shared_ptr<ControlBlockOwner> control_block(segment->owner.get(), [](ControlBlockOwner*) {});
+  auto maintenance = MaintenanceThread::start(pool, control_block, {});
+  backing->tells_memory = false;
+  backing->fails = true;
+  const std::uint32_t seen = pool->state.epoch();
+  const auto refused = pool->allocator.alloc(4);
+  CHECK(refused && !*refused);
+  const int before = backing->device_looks;
+  CHECK(soon([&] { return backing->device_looks > before; }));  // the refusal makes it look
+  backing->fails = false;
+  backing->tells_memory = true;
+  CHECK(pool->allocator.wait_for_epoch(seen, std::chrono::minutes(1)) != seen);
+  maintenance->stop();
 }
 
 TEST(slow_worker_delays_no_device_memory_query) {

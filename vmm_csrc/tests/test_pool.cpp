@@ -75,19 +75,6 @@ class GatedBacking final : public OverLocal {
   std::counting_semaphore<> arrived_{0}, open_{0};
 };
 
-/// A segment in plain memory, aligned as a mapping is.
-struct Segment {
-  alignas(4096) std::array<std::byte, kSegmentBytes> bytes{};
-  std::unique_ptr<ControlBlockOwner> owner;
-
-  Segment() {
-    ControlBlockIdentity identity;
-    identity.devices = {{"host", 1}};
-    auto made = ControlBlockOwner::create(bytes, identity);
-    if (made) owner = *std::move(made);
-  }
-};
-
 /// Allocs, caches, touches and frees at random; no two threads may ever hold the same block.
 void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners, int steps) {
   std::mt19937 random(seed);
@@ -362,6 +349,44 @@ class ThrowingBacking final : public OverLocal {
 
   std::atomic<int> throws = 0;
 };
+
+/// Memory that the machine has or has not, as the test says.
+class ScarceBacking final : public OverLocal {
+ public:
+  using OverLocal::OverLocal;
+
+  Status map(std::span<const PageIndex> pages) override {
+    if (is_scarce) return Error{Errc::kOutOfMemory, "no memory now"};
+    return OverLocal::map(pages);
+  }
+
+  std::atomic<bool> is_scarce = false;
+};
+
+TEST(pool_that_holds_one_page_is_notified_of_free_memory) {
+  auto segment = std::make_unique<Segment>();
+  REQUIRE(segment->owner != nullptr);
+  auto backing = std::make_shared<ScarceBacking>(host_range(geometry()));
+  PoolOptions without_page_ahead = options();
+  without_page_ahead.preallocate = false;
+  auto made = Pool::create(geometry(), backing, without_page_ahead);
+  REQUIRE(static_cast<bool>(made));
+  std::shared_ptr<Pool> pool = *std::move(made);
+  CHECK(static_cast<bool>(pool->allocator.ensure(kBlocksPerPage - 1)));
+  std::shared_ptr<ControlBlockOwner> control_block(segment->owner.get(), [](ControlBlockOwner*) {});
+  MaintenanceOptions watching;
+  watching.watch_memory = true;
+  auto maintenance = MaintenanceThread::start(pool, control_block, watching);
+  backing->is_scarce = true;
+  const std::uint32_t seen = pool->state.epoch();
+  const auto refused = pool->allocator.alloc(kBlocksPerPage);
+  CHECK(refused && !*refused);
+  backing->is_scarce = false;
+  CHECK(pool->allocator.wait_for_epoch(seen, std::chrono::minutes(1)) != seen);
+  const auto granted = pool->allocator.alloc(kBlocksPerPage);
+  CHECK(granted && *granted);
+  maintenance->stop();
+}
 
 TEST(maintenance_thread_survives_bad_alloc) {
   auto segment = std::make_unique<Segment>();
