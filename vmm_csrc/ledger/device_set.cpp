@@ -169,8 +169,10 @@ Status DeviceSet::set_min(std::uint64_t min_bytes) {
     Status set = placements_[i].member->set_min(pages_of(min_bytes) * cost_bytes(placements_[i]));
     if (set) continue;
     // A part is refused only if it grows, so these are decreases and cannot be refused.
-    while (i-- > 0) (void)placements_[i].member->set_min(before[i]);
-    return named(placements_[before.size() - 1], set.error());
+    for (std::size_t done = 0; done < i; ++done) {
+      (void)placements_[done].member->set_min(before[done]);
+    }
+    return named(placements_[i], set.error());
   }
   min_bytes_ = min_bytes;
   return ok();
