@@ -33,9 +33,9 @@ _log = logging.getLogger("kvelastic")
 
 _own_names: set[str] = set()
 """Names of this process's instances. If a name is configured, later caches get a suffix."""
-_reserving: str | None = None
-"""The name of the open instance that reserves this process's weights. After its close, the next new
-instance does."""
+_reserving: dict[str, str] = {}
+"""By device, the name of the open instance that reserves this process's weights there. After its
+close, the next new instance on the device does."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class EnginePool:
     """The blocks that the engine's scheduler allocates and frees."""
     step_reserve: StepReserve | None = None
     """Adjusts the reserve to the engine's steps. None on the host, where the maintenance thread
-    monitors memory, and if the reserve is configured or belongs to another cache of this
-    process."""
+    monitors memory, and if the reserve is configured or belongs to another cache of this process
+    on the device."""
 
     @property
     def pages(self) -> int:
@@ -67,8 +67,8 @@ class EnginePool:
         or `ReserveError` if the device has no room for the reserve.
         """
         reserve_bytes = settings.reserve
-        if self.pool.name != _reserving:
-            reserve_bytes = 0  # another cache of this process has reserved its weights
+        if self.pool.name != _reserving.get(self.device.name):
+            reserve_bytes = 0  # another cache of this process has reserved its weights there
         elif reserve_bytes is None:
             reserve_bytes = held_besides_bytes
         if self.step_reserve is not None:
@@ -88,10 +88,9 @@ class EnginePool:
 
     def close(self) -> None:
         """Release everything, except blocks in use by a tensor. Idempotent."""
-        global _reserving
         _own_names.discard(kvcached_name(self.pool.name))
-        if self.pool.name == _reserving:
-            _reserving = None
+        if self.pool.name == _reserving.get(self.device.name):
+            del _reserving[self.device.name]
         self.pool.close()
 
 
@@ -115,7 +114,6 @@ def open_engine_pool(
     people. `open_pool` documents `movable` and the exceptions. Without `has_tiers`, a set
     KVELASTIC_TIERS is reported once in the log as having no effect.
     """
-    global _reserving
     if settings.tiers and not has_tiers:
         log_once(
             logging.WARNING,
@@ -153,8 +151,8 @@ def open_engine_pool(
         movable=movable,
     )
     step_reserve = None
-    if _reserving is None:
-        _reserving = pool.name
+    if device.name not in _reserving:
+        _reserving[device.name] = pool.name
         if not (device.is_host or settings.reserve is not None):
             step_reserve = StepReserve(pool.reserve, device.capacity_bytes)
     _own_names.add(kvcached_name(pool.name))

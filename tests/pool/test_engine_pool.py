@@ -126,11 +126,24 @@ def test_second_cache_of_a_process_is_numbered(stack: ExitStack) -> None:
     assert ledger.member.reserve_bytes == 0, "weights are the process's: the first has said them"
 
 
-def test_later_cache_reserves_when_the_first_closed(stack: ExitStack) -> None:
-    def reserve_bytes(toy: Toy) -> int:
-        (ledger,) = toy.cache.pool.ledgers
-        return ledger.member.reserve_bytes
+def reserve_bytes(toy: Toy) -> int:
+    (ledger,) = toy.cache.pool.ledgers
+    reserved: int = ledger.member.reserve_bytes
+    return reserved
 
+
+def test_caches_on_two_devices_reserve_on_each(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVELASTIC_RESERVE", "4M")
+    devices = [
+        Device(f"toys-{os.getpid()}-{gpu}", 64 * MIB_BYTES, _vmm.HostDriver) for gpu in "abb"
+    ]
+    toys = [Toy(stack, device=device).begin() for device in devices]
+    assert [reserve_bytes(toy) for toy in toys] == [4 * MIB_BYTES, 4 * MIB_BYTES, 0]
+
+
+def test_later_cache_reserves_when_the_first_closed(stack: ExitStack) -> None:
     first, second = Toy(stack).begin(8 * MIB_BYTES), Toy(stack).begin(8 * MIB_BYTES)
     first.cache.close()
     third, fourth = Toy(stack).begin(8 * MIB_BYTES), Toy(stack).begin(8 * MIB_BYTES)

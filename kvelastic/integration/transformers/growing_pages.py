@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
+from weakref import WeakValueDictionary
 
 from kvelastic import _vmm
 from kvelastic.config import Config
@@ -48,16 +48,18 @@ _WAITED_AT_ONCE_S: Final = 0.25
 _TRIES: Final = 4
 _MOST_NAMES: Final = 1000
 
-_reserving: weakref.ref[GrowingPages] | None = None
-"""The open pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole process,
-so only one instance reports it. After its close, the next new instance does."""
+_reserving: WeakValueDictionary[str, GrowingPages] = WeakValueDictionary()
+"""By device, the open pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole
+process, so only one instance on a device reports it. After its close, the next new instance does.
+"""
 
 
 class GrowingPages:
     """Contiguous pages, numbered from 0; see `open_growing_pages`. One thread at a time."""
 
-    def __init__(self, pool: ElasticPool, pages: int, wait_s: float) -> None:
+    def __init__(self, pool: ElasticPool, device: Device, pages: int, wait_s: float) -> None:
         self.pool = pool
+        self._device = device
         self._wait_s = wait_s
         self.held = 0
         """Number of pages in use: pages 0 to held - 1."""
@@ -122,15 +124,14 @@ class GrowingPages:
         `is_unused`: no tensor over the pages exists. Otherwise the pages and their grant stay until
         the last tensor is deleted. In a forked child the call does nothing.
         """
-        global _reserving
         if os.getpid() != self._pid:
             return
         if is_unused:
             with suppress(DriverError):  # nothing can be released after a driver error
                 self.shrink(0)
         self.pool.close()
-        if _reserving is not None and _reserving() is self:
-            _reserving = None
+        if _reserving.get(self._device.name) is self:
+            del _reserving[self._device.name]
 
     def _free_lost(self) -> None:
         """Free used blocks that are not held: Ctrl-C has ended a call before it could note them."""
@@ -213,7 +214,6 @@ def open_growing_pages(
     `KVELASTIC_IPC_NAME`, with a number appended if another instance of this process has it, or an
     automatic name. Raises the errors of `open_pool`.
     """
-    global _reserving
     extent_bytes = device_set.page_size_bytes(settings, [device])
     layout = PageLayout(
         block_bytes=extent_bytes // _BLOCKS_A_PAGE,
@@ -223,7 +223,7 @@ def open_growing_pages(
         per_buffer=lanes > 1,
     )
     pages = max(1, device.capacity_bytes // layout.page_bytes)
-    reserves = _reserving is None or _reserving() is None
+    reserves = device.name not in _reserving
     # Preallocated pages would not be in the order of addresses.
     settings = dataclasses.replace(settings, page_prealloc_enabled=False)
 
@@ -248,9 +248,9 @@ def open_growing_pages(
     except BaseException:
         pool.close()
         raise
-    made = GrowingPages(pool, pages, max(settings.reclaim_wait_s, _LEAST_WAIT_S))
+    made = GrowingPages(pool, device, pages, max(settings.reclaim_wait_s, _LEAST_WAIT_S))
     if reserves:
-        _reserving = weakref.ref(made)
+        _reserving[device.name] = made
     return made
 
 
