@@ -116,7 +116,7 @@ class AppState:
         """End everything that was started. Running requests lose their engines' connections."""
         await self.maintenance.stop()
         for model in self.fleet:
-            self._remove(model, drain_s=0.0)
+            self._remove(model, SHUTTING_DOWN, drain_s=0.0)
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         await self.swapper.stop()
@@ -165,7 +165,7 @@ class AppState:
             models.append(model)
         gone = self.fleet.put(models)
         for model in gone:
-            self._remove(model, new.server.drain_timeout)
+            self._remove(model, NOT_SERVED, new.server.drain_timeout)
             # The same name may be another model's alias by now.
             successor = self.fleet.find(model.name)
             if successor is not None:
@@ -245,9 +245,8 @@ class AppState:
             if mark.source == self._source and mark.port not in ports and engine.is_orphan:
                 await end_orphan(engine, LaunchSettings.model_fields["stop_timeout"].default)
 
-    def _remove(self, model: ServedModel, drain_s: float) -> None:
-        """Remove a model: refuse waiting requests, give running ones `drain_s`."""
-        why = NOT_SERVED if drain_s else SHUTTING_DOWN
+    def _remove(self, model: ServedModel, why: Refusal, drain_s: float) -> None:
+        """Remove a model: refuse waiting requests with `why`, give running ones `drain_s`."""
         model.gate.closing = why  # at once: other tasks may still hold the model
         task = self._leaving[model] = self._start(self._part(model, why, drain_s))
         task.add_done_callback(lambda _: self._leaving.pop(model))
@@ -257,7 +256,7 @@ class AppState:
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
-        if drain_s:
+        if why is not SHUTTING_DOWN:  # then the server has ended them
             model.cut_off()
         process = self.processes.pop(model, None)
         if process is not None:

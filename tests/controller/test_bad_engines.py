@@ -91,9 +91,10 @@ def test_html_from_engine_is_sandboxed() -> None:
     assert to_client([]) == SANDBOX  # a browser would look for itself what it is
 
 
-def test_removed_model_streams_end_after_drain_timeout() -> None:
+@pytest.mark.parametrize("drain_timeout", ["100ms", 0])
+def test_removed_model_streams_end_after_drain_timeout(drain_timeout: str | int) -> None:
     with Engine() as engine:
-        config = config_for(engine, server={"drain_timeout": "100ms"})
+        config = config_for(engine, server={"drain_timeout": drain_timeout})
         body = {"model": "m", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
         with (
             Controller(config) as front,
@@ -102,7 +103,7 @@ def test_removed_model_streams_end_after_drain_timeout() -> None:
         ):
             pieces = response.iter_raw()
             next(pieces)
-            nothing = {"server": {"drain_timeout": "100ms"}, "models": []}
+            nothing = {"server": {"drain_timeout": drain_timeout}, "models": []}
             with front.reloaded(nothing), pytest.raises(httpx.RemoteProtocolError):
                 list(pieces)
 
