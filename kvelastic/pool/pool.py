@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
-from weakref import WeakSet
 
 from kvelastic import _vmm
 from kvelastic.closing import Closing
@@ -32,7 +31,7 @@ _log = logging.getLogger("kvelastic")
 Memory: TypeAlias = "_vmm.Range | _vmm.Ring"
 MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
 
-_open_pools: WeakSet[ElasticPool] = WeakSet()
+_open_pools: set[ElasticPool] = set()
 
 FOREVER_S = -1.0
 """Native code's value for "no deadline" and "never"."""
