@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from kvelastic.file_lock import lock_within
 
 _BACKLOG: Final = 128
 _FOLDER_WAIT_S: Final = 2.0
+_FULL_BACKLOG_INTERVAL_S: Final = 0.01
 
 
 class ListeningSocket:
@@ -118,11 +120,25 @@ def connect_socket(address: Address, timeout_s: float) -> socket.socket:
         raise ChannelError(f"no socket can be opened: {error}; raise `ulimit -n`") from error
     try:
         connected.settimeout(timeout_s)
-        connected.connect(address.path if address.is_unix else (address.host, address.port))
+        if address.is_unix:
+            _connect_unix(connected, address.path, timeout_s)
+        else:
+            connected.connect((address.host, address.port))
     except OSError as error:
         connected.close()
         raise ChannelClosedError(f"no process listens at {address}: {error}") from error
     return connected
+
+
+def _connect_unix(connecting: socket.socket, path: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connecting.connect(path)
+        except BlockingIOError:  # the backlog is full; the kernel does not tell when it has room
+            if time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_FULL_BACKLOG_INTERVAL_S)
 
 
 def _family(address: Address) -> socket.AddressFamily:

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from spoken import PROTOCOL, answer
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.errors import ChannelError, ChannelTimeoutError
+from kvelastic.errors import ChannelClosedError, ChannelError, ChannelTimeoutError
 from kvelastic.messages import Address, Connection, Endpoint, endpoint, parse_address, sockets
 from kvelastic.messages.sockets import ListeningSocket, connect_socket
 
@@ -105,6 +107,24 @@ def test_slow_connect_shortens_the_handshake(
         monkeypatch.setattr(endpoint, "connect_socket", connect_slowly)
         with pytest.raises(ChannelTimeoutError, match="has not answered"):
             client.connect(address, DEADLINE_S)
+
+
+def test_connect_waits_while_the_backlog_is_full(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(address.path)
+        server.listen(0)
+        stack.enter_context(connect_socket(address, DEADLINE_S))
+        with pytest.raises(ChannelClosedError, match="unavailable"):
+            connect_socket(address, 0.0)
+
+        def accept_one(_: float) -> None:
+            stack.enter_context(server.accept()[0])
+
+        monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=monotonic, sleep=accept_one))
+        stack.enter_context(connect_socket(address, DEADLINE_S))
 
 
 @pytest.mark.usefixtures("interrupted_by_signals")
