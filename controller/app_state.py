@@ -256,7 +256,7 @@ class AppState:
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
-        if why is not SHUTTING_DOWN:  # then the server has ended them
+        if why is not SHUTTING_DOWN:  # at shutdown the server has ended them
             model.cut_off()
         process = self.processes.pop(model, None)
         if process is not None:

@@ -379,10 +379,15 @@ def _has_prompt(exchange: Exchange) -> bool:
 
 @contextmanager
 def served_by(model: ServedModel) -> Iterator[None]:
-    """Register the current task with the model, so that `ServedModel.cut_off` can cancel it."""
+    """Register the current task with the model, so that `ServedModel.cut_off` can cancel it.
+
+    After a cut-off it is cancelled at once: it was admitted before, and registers only now.
+    """
     task = asyncio.current_task()
     assert task is not None
     model.serving.add(task)
+    if model.is_cut_off:
+        task.cancel()
     try:
         yield
     finally:

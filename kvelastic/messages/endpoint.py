@@ -222,9 +222,10 @@ class Endpoint(Closing):
         """Connect to another endpoint.
 
         Blocks for at most `timeout_s` seconds. Raises `ChannelClosedError` if no server listens
-        there, `ChannelTimeoutError`, `AccessDeniedError` (from either side), `MessageVersionError`,
-        `ConfigError` for TCP without a secret, and `InvalidArgumentError` in the endpoint's own
-        thread. After any exception, also of a signal's handler, the connection is closed.
+        there or it does not accept in time, `ChannelTimeoutError` if it does not answer,
+        `AccessDeniedError` (from either side), `MessageVersionError`, `ConfigError` for TCP without
+        a secret, and `InvalidArgumentError` in the endpoint's own thread. After any exception, also
+        of a signal's handler, the connection is closed.
         """
         if threading.current_thread() is self._thread:
             raise InvalidArgumentError("a handler cannot connect; use a separate thread")

@@ -126,6 +126,8 @@ def connect_socket(address: Address, timeout_s: float) -> socket.socket:
             connected.connect((address.host, address.port))
     except OSError as error:
         connected.close()
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            raise ChannelClosedError(f"{address} does not accept in {timeout_s:g} s") from error
         raise ChannelClosedError(f"no process listens at {address}: {error}") from error
     return connected
 
@@ -136,9 +138,10 @@ def _connect_unix(connecting: socket.socket, path: str, timeout_s: float) -> Non
         try:
             return connecting.connect(path)
         except BlockingIOError:  # the backlog is full; the kernel does not tell when it has room
-            if time.monotonic() >= deadline_s:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 raise
-        time.sleep(_FULL_BACKLOG_INTERVAL_S)
+        time.sleep(min(_FULL_BACKLOG_INTERVAL_S, left_s))
 
 
 def _family(address: Address) -> socket.AddressFamily:

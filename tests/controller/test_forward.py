@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
+
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.routing.forward import served_by
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +269,19 @@ def test_requests_go_to_the_least_busy_replica() -> None:
 
 
 @pytest.mark.slow
+def test_request_that_begins_after_the_cut_off_is_cancelled() -> None:
+    """A reload removed its model, without a drain, after the gate had admitted it."""
+    model = cast(ServedModel, SimpleNamespace(serving=set(), is_cut_off=True))
+
+    async def serve() -> None:
+        with served_by(model):
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
+    assert model.serving == set()
+
+
 def test_unreachable_engine_is_503_with_retry_after() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -174,9 +174,9 @@ void MaintenanceThread::look_at_devices() {
   const bool moved = pool_->background.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
-  // A driver that cannot tell now may tell later: a worker can be late.
   const Sight sight = pool_->background.see_devices();
   const PoolState& state = pool_->state;
+  // `sight` does not decide this: a driver that cannot tell now, as a worker is late, may later.
   measures_devices_ = state.device_set && state.backing->works_behind();
   Refusals refusals = PoolState::Look(state)->refusals;
   if (!measures_devices_) refusals.is_pending = false;

@@ -113,7 +113,7 @@ class MaintenanceThread {
   bool shrink_again_ = false;  // the driver refused; only a timer wakes this thread for a retry
   ParkedDecay decay_;
   Clock::time_point next_eviction_{};
-  bool measures_devices_ = false;  // they are GPUs, whose memory other processes may use
+  bool measures_devices_ = false;  // GPUs, whose memory other processes may use
   Clock::time_point next_device_look_{};
   int unsure_looks_ = 0;   // in a row
   bool pursuing_ = false;  // memory is missing, or the pool is under memory pressure: poll soon

@@ -32,8 +32,8 @@ Clock::time_point deadline_after(nanoseconds timeout) {
 }
 
 /// The time that a scheduler has waited for its workers. While this process is stopped, its workers
-/// usually are, too. So of each interval between two looks, only as much counts as a look takes at
-/// most.
+/// usually are, too. So of each interval between two looks, at most twice the liveness interval
+/// counts.
 class Waited {
  public:
   void look() {
