@@ -67,16 +67,17 @@ class Request:
         """Send the reply, once, from any thread, during or after the handler.
 
         The caller keeps ownership of `descriptors`. Does nothing if the peer is gone or the message
-        is a notification, which takes no reply. Raises `MessageError` if the reply is too large;
-        then the peer receives that error.
+        is a notification, which takes no reply. Raises `MessageError` if the reply is too large,
+        `ChannelError` if a descriptor cannot be passed, and `InvalidArgumentError` for descriptors
+        over TCP; then the peer receives that error.
         """
         if self._settle():
             try:
                 body = self.connection.protocol.encode(message)
-            except MessageError as error:
+                self.connection.reply(Kind.REPLY, self._number, body, descriptors)
+            except KvelasticError as error:
                 self.connection.reply(Kind.ERROR, self._number, error_body(error))
                 raise
-            self.connection.reply(Kind.REPLY, self._number, body, descriptors)
 
     def refuse(self, error: BaseException) -> None:
         """Send an error instead of the reply.
@@ -205,11 +206,17 @@ class Connection:
         self.end(ChannelClosedError("the connection was closed here"))
 
     def reply(self, kind: Kind, number: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a reply; called by `Request`."""
+        """Send a reply; called by `Request`. Raises as `_send`, but not if the peer is gone."""
         with self._lock:
-            self._unanswered -= 1
-        with contextlib.suppress(ChannelClosedError):
+            self._unanswered -= 1  # before the peer can send its next request
+        try:
             self._send(kind, number, body, descriptors)
+        except ChannelClosedError:
+            pass
+        except KvelasticError:  # nothing was sent
+            with self._lock:
+                self._unanswered += 1
+            raise
 
     def _send(self, kind: Kind, number: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
         if len(descriptors) > MOST_DESCRIPTORS:

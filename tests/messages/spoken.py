@@ -55,9 +55,11 @@ def answer(request: Request) -> None:
         case Ask(name="descriptor"):
             read, write = os.pipe()
             os.write(write, b"through a pipe")
-            request.answer(Answer(1), [read])
-            os.close(read)
-            os.close(write)
+            try:
+                request.answer(Answer(1), [read])
+            finally:
+                os.close(read)
+                os.close(write)
         case Ask(name="later"):
             threading.Thread(target=request.answer, args=(Answer(7),)).start()
         case Ask(name="take"):

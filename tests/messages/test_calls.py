@@ -126,6 +126,8 @@ def test_descriptors_over_tcp_are_rejected(secret_path: Path) -> None:
         connection = client.connect(server.addresses[0])
         with pytest.raises(InvalidArgumentError, match="Unix socket only"):
             connection.call(Ask("take"), timeout_s=DEADLINE_S, descriptors=[0])
+        with pytest.raises(InvalidArgumentError, match="Unix socket only"):
+            connection.call(Ask("descriptor"), timeout_s=DEADLINE_S)
         assert connection.call(Ask("goes on"), timeout_s=DEADLINE_S)
 
 
