@@ -269,7 +269,7 @@ def test_requests_go_to_the_least_busy_replica() -> None:
 
 
 @pytest.mark.slow
-def test_request_that_begins_after_the_cut_off_is_cancelled() -> None:
+def test_request_registered_after_the_cut_off_is_cancelled() -> None:
     """A reload removed its model, without a drain, after the gate had admitted it."""
     model = cast(ServedModel, SimpleNamespace(serving=set(), is_cut_off=True))
 

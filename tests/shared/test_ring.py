@@ -172,7 +172,7 @@ with Scheduler(timeout_s=float(sys.argv[2])) as scheduler, scheduler.worker() as
 
 
 @pytest.mark.slow
-def test_time_in_which_the_scheduler_was_stopped_does_not_count():
+def test_stopped_time_does_not_count_for_the_timeout():
     with_a_short_timeout(stopped_together)
 
 

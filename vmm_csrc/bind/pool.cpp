@@ -114,12 +114,14 @@ auto from_state(const Pool& pool) {
   return (pool.state.*method)();
 }
 
+using Callback = nb::typed<nb::callable, void()>;
+
 /// A session as a context manager. Native, because Python can run a signal handler between the
 /// return of a call and the `try` that follows it; a session left open would block every other
 /// thread.
 class PySession {
  public:
-  PySession(std::shared_ptr<Pool> pool, std::optional<nb::callable> begun)
+  PySession(std::shared_ptr<Pool> pool, std::optional<Callback> begun)
       : pool_(std::move(pool)), begun_(std::move(begun)) {}
 
   void enter() const {
@@ -144,7 +146,7 @@ class PySession {
 
  private:
   std::shared_ptr<Pool> pool_;
-  std::optional<nb::callable> begun_;
+  std::optional<Callback> begun_;
 };
 
 void report_busy(Pool& pool, bool busy) {
@@ -302,6 +304,7 @@ void bind_pool(nb::module_& m) {
       .def("__enter__", &PySession::enter)
       .def(
           "__exit__", [](const PySession& session, const nb::args&) { session.exit(); },
+          nb::sig("def __exit__(self, *args: object) -> None"),
           "Raises InvalidArgumentError if this thread is in no session.");
 
   nb::class_<Pool> pool(m, "Pool",
@@ -430,7 +433,7 @@ void bind_pool(nb::module_& m) {
           "moved. Blocks.")
       .def(
           "session",
-          [](std::shared_ptr<Pool> pool, std::optional<nb::callable> begun) {
+          [](std::shared_ptr<Pool> pool, std::optional<Callback> begun) {
             return PySession(std::move(pool), std::move(begun));
           },
           "begun"_a = nb::none(),

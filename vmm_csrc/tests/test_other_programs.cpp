@@ -419,7 +419,7 @@ TEST(foreign_usage_is_sampled_after_large_changes) {
   pool->background.on_work(nullptr);
 }
 
-TEST(refused_alloc_is_notified_after_device_could_not_tell) {
+TEST(failed_device_look_does_not_end_the_measuring) {
   auto segment = std::make_unique<Segment>();
   Ledger ledger;
   Gpu gpu;

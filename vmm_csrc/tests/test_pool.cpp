@@ -363,7 +363,7 @@ class ScarceBacking final : public OverLocal {
   std::atomic<bool> is_scarce = false;
 };
 
-TEST(pool_that_holds_one_page_is_notified_of_free_memory) {
+TEST(refused_first_page_is_notified_of_free_memory) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
   auto backing = std::make_shared<ScarceBacking>(host_range(geometry()));
