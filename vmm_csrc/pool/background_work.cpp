@@ -37,7 +37,6 @@ bool BackgroundWork::pursue() {
 }
 
 Sight BackgroundWork::see_devices() {
-  if (!pool_.device_set) return Sight::kNone;
   return pool_.device_set->see_devices([this] { return pool_.backing->device_memory(); });
 }
 

@@ -33,7 +33,8 @@ class BackgroundWork {
   /// Gets pages that allocs lacked recently, as parked pages, and requests the rest. False: no page
   /// is missing. True: call again soon, and when a ledger's bell rings. Blocks.
   bool pursue();
-  /// Records other processes' GPU memory in the ledgers. Waits for drivers.
+  /// Records other processes' GPU memory in the ledgers. Waits for drivers. Pre: the pool has a
+  /// device set.
   Sight see_devices();
   /// True once after a large move of GPU memory: the device must be measured.
   bool take_large_move();

@@ -171,15 +171,15 @@ void MaintenanceThread::pass_bells_on(const LedgerMember& member) {
 /// Measures other processes' memory on GPUs: periodically, and soon after a large move, an
 /// uncertain measurement, or a refused page. Also notes when memory is available again.
 void MaintenanceThread::look_at_devices() {
+  const PoolState& state = pool_->state;
+  // A GPU that cannot be measured now, as a worker is late, may be measured later.
+  measures_devices_ = state.device_set && state.backing->works_behind();
+  if (!measures_devices_) return;
   const bool moved = pool_->background.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
   const Sight sight = pool_->background.see_devices();
-  const PoolState& state = pool_->state;
-  // `sight` does not decide this: a driver that cannot tell now, as a worker is late, may later.
-  measures_devices_ = state.device_set && state.backing->works_behind();
   Refusals refusals = PoolState::Look(state)->refusals;
-  if (!measures_devices_) refusals.is_pending = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
   if (refusals.is_pending && !moved && state.device_set->room() > 0) {
