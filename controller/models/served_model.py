@@ -170,7 +170,7 @@ class ServedModel:
     def may_sleep(self) -> bool:
         """True if the controller may put it to sleep now, without an operator."""
         is_idle = self.gate.state is State.AWAKE and self.gate.is_idle
-        return is_idle and self.can_sleep and not self.settings.pin
+        return is_idle and self.settings.may_sleep
 
     @property
     def idle_after_s(self) -> float | None:
@@ -335,7 +335,7 @@ class ServedModel:
         if not self.gate.rules.wake_on_request:
             return
         self.keep_alive_s = seconds
-        if seconds == 0 and self.can_sleep and not self.settings.pin:
+        if seconds == 0 and self.settings.may_sleep:
             # A client requested it, so the next request does not wait for `min_sleep`.
             self.gate.ask_sleep(time.monotonic(), by_hand=True)
 

@@ -298,7 +298,7 @@ def planned_of(
         claims=claims,
         priority=priority,
         group=group,
-        can_leave=model.can_sleep and not model.settings.pin,
+        can_leave=model.settings.may_sleep,
         is_busy=stand is not Stand.THERE or not gate.may_make_room,
         idle_s=model.idle_s,
         stays_s=0.0 if since_s is None else max(0.0, since_s + min_awake_s - now_s),

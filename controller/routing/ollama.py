@@ -138,7 +138,7 @@ class OllamaApi:
             device.full[instance].all_bytes for device in memory.values() if instance in device.full
         ]
         expires_in_s = None
-        if idle_after_s is not None and not settings.pin and model.can_sleep:
+        if idle_after_s is not None and settings.may_sleep:
             expires_in_s = idle_after_s - model.idle_s
         return Listed(
             name=model.name,
