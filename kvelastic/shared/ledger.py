@@ -46,8 +46,7 @@ from kvelastic.shared.segment_listing import (
     file_names,
     inode_of,
     locked,
-    make_file,
-    temporary_name,
+    unfinished_file,
 )
 from kvelastic.units import format_size
 
@@ -341,15 +340,15 @@ def _open_or_make(
             pass  # another starter was faster
         except FileNotFoundError:
             pass  # another process reaped the unfinished file before it was locked
-        except (OSError, SegmentError) as error:
+        except SegmentError as error:
+            raise LedgerError(str(error)) from error
+        except OSError as error:
             raise LedgerError(f"cannot make a ledger in {SHM_DIR}: {error}") from error
     raise LedgerError(f"{path} comes and goes")
 
 
 def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int) -> int:
-    temporary = SHM_DIR / temporary_name("ledger")
-    fd, lock = make_file(temporary, _vmm.LEDGER_BYTES)
-    try:
+    with unfinished_file("ledger", _vmm.LEDGER_BYTES) as (temporary, fd, lock):
         with mmap.mmap(fd, _vmm.LEDGER_BYTES) as memory:
             _vmm.ledger_create(
                 memory,
@@ -362,16 +361,9 @@ def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes:
                 created_realtime_ns=time.time_ns(),
             )
         os.link(temporary, path, follow_symlinks=False)
-    except BaseException:
-        os.close(fd)
-        raise
-    else:
-        return fd
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-        if lock is not None:
-            lock.release()
+    if lock is not None:
+        lock.release()
+    return fd
 
 
 def _open(path: Path, flags: int) -> int:

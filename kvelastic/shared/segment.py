@@ -57,12 +57,11 @@ from kvelastic.shared.segment_listing import (
     is_kvcached,
     list_segments,
     locked,
-    make_file,
     open_file,
     owner_of,
     reap,
     remove_if_reapable,
-    temporary_name,
+    unfinished_file,
     unlink_own,
     version_of,
 )
@@ -260,14 +259,9 @@ def _create(
     candidates: list[str], *, engine: str, model: str, devices: Sequence[tuple[str, int]]
 ) -> Segment:
     owner = ProcessIdentity.of_this_process()
-    temporary = SHM_DIR / temporary_name("segment")
-    try:
-        # The lock is taken before the file gets its real name, so that no process sees a live
-        # instance's segment without it. `SCHEDULER_BYTE` is `MAKER_BYTE`.
-        fd, lock = make_file(temporary, _vmm.SEGMENT_BYTES)
-    except (OSError, SegmentError) as error:
-        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
-    try:
+    # The file is locked before it gets its real name, so that no process sees a live instance's
+    # segment without the lock. `SCHEDULER_BYTE` is `MAKER_BYTE`.
+    with unfinished_file("segment", _vmm.SEGMENT_BYTES) as (temporary, fd, lock):
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
             control_block = _vmm.ControlBlock.create(
@@ -293,14 +287,6 @@ def _create(
             else:
                 return Segment(candidate, fd, memory, control_block, owned=True, lock=lock)
         raise SegmentExistsError("no name is left")  # not reached: there is a last candidate
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        os.close(fd)
-        raise
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def _automatic_names(engine: str) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -92,11 +92,11 @@ class SegmentInfo:
         return self.status == "dead" and self.is_ours
 
 
-def temporary_name(of: Literal["segment", "ledger", "status"]) -> str:
-    """Return a name for an unfinished file; `reap` removes the file once its creator is dead.
+FileOf: TypeAlias = Literal["segment", "ledger", "status"]
 
-    `make_file` creates it.
-    """
+
+def temporary_name(of: FileOf) -> str:
+    """Return a name for an unfinished file; `reap` removes the file once its creator is dead."""
     return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
 
 
@@ -162,6 +162,32 @@ def open_file(name: str, flags: int) -> int:
         os.close(fd)
         raise SegmentFormatError(f"{path} is not a segment")
     return fd
+
+
+@contextmanager
+def unfinished_file(
+    of: FileOf, size_bytes: int
+) -> Iterator[tuple[Path, int, _vmm.LivenessLock | None]]:
+    """Create a file for the body to fill and to link to its real name.
+
+    Yields its temporary path, which is removed after the body, and what `make_file` returns, which
+    is released if the body raises. Raises `SegmentError` if the system refuses.
+    """
+    path = SHM_DIR / temporary_name(of)
+    try:
+        fd, lock = make_file(path, size_bytes)
+    except OSError as error:
+        raise SegmentError(f"cannot make a {of} file in {SHM_DIR}: {error}") from error
+    try:
+        yield path, fd, lock
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        os.close(fd)
+        raise
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 def make_file(path: Path, size_bytes: int) -> tuple[int, _vmm.LivenessLock | None]:

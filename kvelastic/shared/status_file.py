@@ -59,9 +59,8 @@ from kvelastic.shared.segment_listing import (
     SHM_DIR,
     WRITE_FLAGS,
     locked,
-    make_file,
     open_file,
-    temporary_name,
+    unfinished_file,
     unlink_own,
 )
 
@@ -216,7 +215,9 @@ class StatusFile(Generic[_S, _Q, _A]):
             for _ in range(_MAKE_TRIES):
                 with suppress(FileNotFoundError):  # another process reaped the unfinished file
                     return _make(path, kind)
-        except (OSError, SegmentError) as error:
+        except SegmentError:
+            raise
+        except OSError as error:
             raise SegmentError(f"cannot make {path}: {error}") from error
         raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
 
@@ -313,21 +314,14 @@ class StatusFile(Generic[_S, _Q, _A]):
 
 def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A]:
     """Make the file. It is complete and locked before it gets its name, so `reap` keeps it."""
-    temporary = SHM_DIR / temporary_name("status")
-    fd, lock = make_file(temporary, kind.file_bytes)
-    try:
-        os.pwrite(fd, kind.header, 0)
-        os.link(temporary, path, follow_symlinks=False)
-        return StatusFile(path, fd, kind, _bells_of(fd), lock)
-    except BaseException:
-        unlink_own(path, fd)
-        if lock is not None:
-            lock.release()
-        os.close(fd)
-        raise
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    with unfinished_file("status", kind.file_bytes) as (temporary, fd, lock):
+        try:
+            os.pwrite(fd, kind.header, 0)
+            os.link(temporary, path, follow_symlinks=False)
+            return StatusFile(path, fd, kind, _bells_of(fd), lock)
+        except BaseException:
+            unlink_own(path, fd)
+            raise
 
 
 # ------------------------------------------------------------------------------------- futex words

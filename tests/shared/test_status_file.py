@@ -13,7 +13,7 @@ from waiting import DEADLINE_S
 
 from kvelastic._vmm import LivenessLock
 from kvelastic.errors import SegmentError
-from kvelastic.shared import status_file
+from kvelastic.shared import segment_listing
 from kvelastic.shared.link_status import KIND
 from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, make_file
 from kvelastic.shared.status_file import StatusFile
@@ -40,7 +40,7 @@ def test_status_file_reaped_too_early_is_recreated(monkeypatch: pytest.MonkeyPat
             made.unlink()
         return result
 
-    monkeypatch.setattr(status_file, "make_file", make_and_reap)
+    monkeypatch.setattr(segment_listing, "make_file", make_and_reap)
     with closing(StatusFile.create(path.name, KIND)):
         assert path.exists()
         with pytest.raises(SegmentError, match="cannot make"):
