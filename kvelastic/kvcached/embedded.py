@@ -456,9 +456,5 @@ def _group_for(
         reserve_bytes=0 if state.groups else state.reserve_bytes,
         name=f"{name}_g{group_id}" if name and group_id else None,
     )
-    try:
-        pool.start_maintenance()
-    except BaseException:
-        pool.close()
-        raise
+    pool.start_maintenance()
     return state.groups.setdefault(group_id, _Group(pool, layout, pages, num_blocks))

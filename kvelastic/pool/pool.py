@@ -100,18 +100,23 @@ class ElasticPool(Closing):
     def start_maintenance(self) -> None:
         """Start the maintenance thread, which handles requests.
 
-        Call it once the memory can be mapped: in workers, after they have attached.
+        Call it once the memory can be mapped: in workers, after they have attached. If it raises,
+        the pool is closed.
         """
         idle_trim_s = self._settings.idle_trim_s
-        self._maintenance = _vmm.MaintenanceThread.start(
-            self.blocks,
-            self.segment.control_block,
-            idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
-            sanity_check=self._settings.sanity_check,
-            watch_memory=self.is_on_host,
-        )
-        if self._kvcached is not None:
-            self._kvcached.start()
+        try:
+            self._maintenance = _vmm.MaintenanceThread.start(
+                self.blocks,
+                self.segment.control_block,
+                idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
+                sanity_check=self._settings.sanity_check,
+                watch_memory=self.is_on_host,
+            )
+            if self._kvcached is not None:
+                self._kvcached.start()
+        except BaseException:
+            self.close()
+            raise
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
         """Reserve device memory for data other than this cache: weights, activations.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from forbidden_calls import PROCESS_VM_READV
 from processes import PROGRAMS, run_python
 
+from kvelastic import _vmm
 from kvelastic.datadist import LLMDataDist, LLMRole
-from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
 
 PROGRAM = """
@@ -56,7 +58,7 @@ def test_unmapped_memory_is_detected_without_process_vm_readv() -> None:
 
 
 def test_failed_init_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: ElasticPool) -> None:
+    def refuse(*_: object, **options: object) -> None:
         raise RuntimeError("can't start new thread")
 
     options = {
@@ -67,7 +69,7 @@ def test_failed_init_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [info.name for info in segment.list_segments()]
     datadist = LLMDataDist(LLMRole.MIX, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(ElasticPool, "start_maintenance", refuse)
+        patched.setattr(_vmm, "MaintenanceThread", SimpleNamespace(start=refuse))
         with pytest.raises(RuntimeError, match="can't start"):
             datadist.init(options)
     assert [info.name for info in segment.list_segments()] == before

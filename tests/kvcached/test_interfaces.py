@@ -6,17 +6,16 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from native_pools import alloc
 from waiting import DEADLINE_S
 
-from kvelastic import errors
+from kvelastic import _vmm, errors
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
-from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
 from kvelastic.shared.ledger import list_ledgers
 
@@ -55,13 +54,13 @@ def test_calls_before_init_raise_runtime_error(engine: ModuleType) -> None:
 
 
 def test_failed_start_of_a_pool_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: ElasticPool) -> None:
+    def refuse(*_: object, **options: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setenv("KVELASTIC_IPC_NAME", "repeated")
     vllm.init_kvelastic(device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr(ElasticPool, "start_maintenance", refuse)
+        patched.setattr(_vmm, "MaintenanceThread", SimpleNamespace(start=refuse))
         with pytest.raises(RuntimeError, match="can't start"):
             vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
     assert vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS).alloc(1) is not None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from open_memfds import open_memfds
 from own_pool import BLOCKS_PER_PAGE as B
-from own_pool import LAYOUT, PAGES, own_settings, start_pool
+from own_pool import LAYOUT, PAGES, make_pool, own_settings, start_pool
 
-from kvelastic import errors
+from kvelastic import _vmm, errors
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.pool.tensors import whole_range
-from kvelastic.shared import ledger
+from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
 
@@ -98,6 +99,19 @@ def test_close_keeps_memory_and_grant_of_used_blocks(device: Device) -> None:
     assert int(flat[at]) == 77
     del flat
     assert resident_bytes(before) == device.granted_bytes() == 0
+
+
+def test_pool_that_cannot_start_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = make_pool(device.settings)
+    assert pool.blocks.ensure(1)
+    monkeypatch.setattr(_vmm, "MaintenanceThread", SimpleNamespace(start=refuse))
+    with pytest.raises(RuntimeError, match="can't start"):
+        pool.start_maintenance()
+    assert device.granted_bytes() == pool.blocks.mapped_bytes == 0
+    assert pool.name not in [info.name for info in segment.list_segments()]
 
 
 def test_close_in_a_forked_child_releases_nothing(device: Device) -> None:

@@ -243,11 +243,7 @@ def open_growing_pages(
         )
 
     pool = open_named(name) if name is not None else _open_by_settings(settings, open_named)
-    try:
-        pool.start_maintenance()
-    except BaseException:
-        pool.close()
-        raise
+    pool.start_maintenance()
     made = GrowingPages(pool, device, pages, max(settings.reclaim_wait_s, _LEAST_WAIT_S))
     if reserves:
         _reserving[device.name] = made
