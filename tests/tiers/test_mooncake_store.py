@@ -164,6 +164,19 @@ def test_failed_server_is_bypassed_and_retried_later(server: Server) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("codes", [None, [0], ["0", "0"]])
+def test_client_returning_nonsense_is_a_failure(
+    codes: object, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(server, FrozenClock())
+    bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(StandIn, "batch_put_from", lambda *_: codes)
+    assert bench.put(0, 1) == [False, False]
+    assert store.statistics().errors == 1
+    assert store.problem()
+    store.close()
+
+
 def test_server_starting_later_is_used(server: Server) -> None:
     clock = FrozenClock()
     server.is_gone = True

@@ -189,12 +189,12 @@ class MooncakeStore(Store):
             return [_NO_REPLY] * count
         try:
             codes = worker.run(lambda: function(client), self._timeout_s)
-        except Exception as error:  # a foreign library may raise anything
+            failures = sum(code < 0 and code != also_fine for code in codes)
+            if len(codes) != count:
+                raise ValueError(f"Mooncake's client returned {len(codes)} codes, not {count}")
+        except Exception as error:  # a foreign library may raise or return anything
             self._failed(error)
             return [_NO_REPLY] * count
-        if len(codes) != count:
-            return [_NO_REPLY] * count
-        failures = sum(code < 0 and code != also_fine for code in codes)
         self._count(errors=failures)
         if failures == count > 0:
             self._breaker.failed(
