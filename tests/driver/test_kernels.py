@@ -321,6 +321,19 @@ def test_worker_without_named_streams_refuses_to_unmap(library: str) -> None:
         assert pool.trim() == 2 * HUGE
 
 
+def test_unmap_without_a_thread_fails_and_can_be_repeated(library: str) -> None:
+    with gpus(library) as on:
+        pool = on.pool
+        pool.free(pool.alloc(2 * B) or [])
+        assert on.worker.ask("threads no") == "done"
+        with pytest.raises(errors.MappingError, match="no thread"):
+            pool.trim()
+        assert on.worker.mapped() == [0, 1, 2]
+        assert on.worker.ask("threads yes") == "done"
+        assert pool.trim() == 2 * HUGE
+        pool.check_integrity()
+
+
 def test_graph_capture_tolerates_maps_and_unmaps(library: str) -> None:
     with gpus(library) as on:
         pool = on.pool

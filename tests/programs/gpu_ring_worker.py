@@ -9,6 +9,7 @@ As ring_worker.py it prints `ready`, and answers each line of its stdin with one
     name              say that kernels run on this stream                         -> done
     fail PLAN         a fault plan of the simulator, `none` ends it               -> done
     calls NAME...     how often these functions were called                       -> 3 1
+    threads yes|no    whether the system starts a thread for this process          -> done
     error             what the context answers                                    -> 0
     mapped            page indices that are mapped                                -> 0 1 2
     stop              stop serving                                                -> done
@@ -16,6 +17,7 @@ As ring_worker.py it prints `ready`, and answers each line of its stdin with one
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 
@@ -59,6 +61,8 @@ def main() -> None:
             assert gpu.sim.kvsim_fail(plan.encode()) == 0
         elif command == "calls":
             answer = " ".join(str(gpu.count(each)) for each in arguments)
+        elif command == "threads":
+            set_stack_bytes(8 << 20 if arguments == ["yes"] else 1 << 46)
         elif command == "error":
             answer = str(gpu.error())
         elif command == "mapped":
@@ -66,6 +70,15 @@ def main() -> None:
         elif command == "stop":
             worker.stop()
         print(answer, flush=True)
+
+
+def set_stack_bytes(size_bytes: int) -> None:
+    """Set the stack of later threads; where the address space has no room for it, none starts."""
+    libc = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(64)  # glibc's pthread_attr_t has 56 bytes
+    assert libc.pthread_attr_init(attributes) == 0
+    assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size_bytes)) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
 
 
 if __name__ == "__main__":

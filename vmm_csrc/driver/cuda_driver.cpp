@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <system_error>
 #include <thread>
 
 #include "base/pauses.h"
@@ -481,7 +482,16 @@ Result<std::unique_ptr<Fence>> CudaDriver::fence() {
   for (cuda::Stream& each : streams) {
     if (cuda::is_legacy(each)) each = behind_legacy_;
   }
-  if (!recorder_) recorder_ = std::make_unique<Recorder>();
+  if (!recorder_) {
+    try {
+      recorder_ = std::make_unique<Recorder>();
+    } catch (const std::system_error& error) {
+      return Error{Errc::kMapping,
+                   "no thread could be started to wait for kernels that use pages of cuda:" +
+                       std::to_string(ordinal_) + ": " + error.what() +
+                       "; raise the limit on threads of this user or container"};
+    }
+  }
   return std::unique_ptr<Fence>(
       std::make_unique<StreamsFence>(*this, *recorder_, std::move(streams)));
 }

@@ -129,7 +129,8 @@ class Driver {
   /// Marks the work submitted to the device so far that may read or write pages. Unused pages may
   /// be unmapped once the fence has passed. Never blocks. Returns null if there is nothing to wait
   /// for. A fence must not outlive its driver. Fails with kStreamsUnknown on a GPU whose driver
-  /// does not know the streams of that work.
+  /// does not know the streams of that work, and with kMapping if it needs a thread that cannot be
+  /// started.
   virtual Result<std::unique_ptr<Fence>> fence() { return std::unique_ptr<Fence>(); }
 
   /// Blocks until a fence made now has passed, without a deadline. Fails as fence().
