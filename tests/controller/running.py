@@ -94,6 +94,14 @@ class Program:
         assert line is not None, f"no {part!r} in:\n" + "\n".join(self.lines)
         return line
 
+    def started(self, part: str) -> str:
+        """As `wait_for_line`, for the line of a start; without it the program is ended."""
+        try:
+            return self.wait_for_line(part)
+        except BaseException:
+            self.end(signal.SIGKILL)
+            raise
+
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = DEADLINE_S) -> int:
         """Send a signal and wait; returns the exit code."""
         if self.process.poll() is None:
@@ -131,7 +139,7 @@ class Engine(Program):
         arguments = [f"--kind={kind}", f"--model={model}", f"--port={port}", *more]
         super().__init__(Forked("engine", arguments, os.environ))
         self.kind, self.model = kind, model
-        self.port = int(self.wait_for_line("ready ").split()[1])
+        self.port = int(self.started("ready ").split()[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +188,7 @@ class Controller(Program):
             super().__init__(
                 start(*command, "kvelastic.controller", *arguments, environment=environ)
             )
-        line = json.loads(self.wait_for_line("listening on"))
+        line = json.loads(self.started("listening on"))
         self.port = int(line["message"].rsplit(" ", 1)[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S)
