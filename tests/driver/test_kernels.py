@@ -321,7 +321,7 @@ def test_worker_without_named_streams_refuses_to_unmap(library: str) -> None:
         assert pool.trim() == 2 * HUGE
 
 
-def test_unmap_without_a_thread_fails_and_can_be_repeated(library: str) -> None:
+def test_unmap_without_a_thread_is_refused(library: str) -> None:
     with gpus(library) as on:
         pool = on.pool
         pool.free(pool.alloc(2 * B) or [])
