@@ -123,10 +123,10 @@ class CacheMemory:
             if limit_bytes is not None:
                 own = settings.limit_bytes(self.pool.device_set.capacity_bytes)
                 self.pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
-            self.pool.start_maintenance()
         except BaseException:
             self.pool.close(discard=True)
             raise
+        self.pool.start_maintenance()
 
     def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:
         """Allocate `tensors` tensors of `tensor_bytes` each; return None without memory.

@@ -9,7 +9,7 @@ As ring_worker.py it prints `ready`, and answers each line of its stdin with one
     name              say that kernels run on this stream                         -> done
     fail PLAN         a fault plan of the simulator, `none` ends it               -> done
     calls NAME...     how often these functions were called                       -> 3 1
-    threads yes|no    whether the system starts a thread for this process          -> done
+    threads yes|no    whether the system starts a thread for this process         -> done
     error             what the context answers                                    -> 0
     mapped            page indices that are mapped                                -> 0 1 2
     stop              stop serving                                                -> done
