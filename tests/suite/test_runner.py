@@ -183,6 +183,8 @@ def test_blocks(tmp_path):
 """,
         )
         wait_until((project / "started").exists, "the test does not start")
+        # A process has no command line for a moment after `Popen` has returned.
+        wait_until(lambda: not self.is_gone(), "the test starts no process")
 
     def is_gone(self) -> bool:
         lines = (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
@@ -194,7 +196,6 @@ def test_signal_ends_every_process_and_removes_every_file(
     project: Path, number: signal.Signals
 ) -> None:
     blocked = Blocked(project)
-    assert not blocked.is_gone()
     blocked.runner.send_signal(number)
     output, _ = blocked.runner.communicate(timeout=DEADLINE_S)
     assert blocked.runner.returncode == 128 + number
