@@ -28,7 +28,7 @@ a few hundred bytes before the peer is authenticated. Does not import torch.
 from msgspec import Meta
 
 from kvelastic.address import MOST_PATH_BYTES, Address, parse_address
-from kvelastic.messages.connection import Connection, Request
+from kvelastic.messages.connection import Connection, Reply, Request
 from kvelastic.messages.endpoint import Endpoint
 from kvelastic.messages.peers import Peer
 from kvelastic.messages.protocol import Message, Protocol
@@ -37,5 +37,5 @@ from kvelastic.messages.secret import SecretFile
 
 __all__ = [
     "MOST_PATH_BYTES", "Address", "Connection", "Endpoint", "Message", "Meta", "Peer", "Protocol",
-    "Request", "SecretFile", "parse_address", "runtime_folder",
+    "Reply", "Request", "SecretFile", "parse_address", "runtime_folder",
 ]  # fmt: skip

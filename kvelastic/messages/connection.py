@@ -108,6 +108,51 @@ class Request:
         return was_open
 
 
+class Reply:
+    """The reply to a request, which has arrived or is to come. For one thread at a time."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        waiting: dict[int, SimpleQueue[Frame | KvelasticError]],
+        number: int,
+    ) -> None:
+        self.number: Final = number
+        self._protocol = protocol
+        self._waiting = waiting
+        self._arrived: SimpleQueue[Frame | KvelasticError] = SimpleQueue()
+        self._frame: Frame | KvelasticError | None = None
+        waiting[number] = self._arrived
+
+    def arrives_within(self, timeout_s: float) -> bool:
+        """Wait for the reply, or for the end of the connection; return whether it is there."""
+        if self._frame is None:
+            with contextlib.suppress(Empty):
+                self._frame = self._arrived.get(timeout=max(timeout_s, 0))
+        return self._frame is not None
+
+    def take(self) -> tuple[Message, tuple[int, ...]]:
+        """Return the message and its descriptors, which the caller must close. Blocks.
+
+        Raises the peer's error, `ChannelClosedError` if the connection ended, and `MessageError`
+        for an invalid reply.
+        """
+        frame = self._arrived.get() if self._frame is None else self._frame
+        if isinstance(frame, KvelasticError):
+            raise frame
+        if frame.kind == Kind.ERROR:
+            raise error_of(frame.body)
+        try:
+            return self._protocol.decode(frame.body), frame.descriptors
+        except BaseException:
+            _close_all(frame.descriptors)
+            raise
+
+    def drop(self) -> bool:
+        """Stop waiting; the reply is dropped when it comes. False if it has come already."""
+        return self._waiting.pop(self.number, None) is not None
+
+
 class Connection:
     """A connection to an authenticated peer, made by an endpoint. Thread-safe."""
 
@@ -168,34 +213,31 @@ class Connection:
         self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()
     ) -> tuple[Message, tuple[int, ...]]:
         """Like `call`, but also return the received descriptors; the caller must close them."""
+        reply = self.request(message, descriptors)
+        try:
+            if not reply.arrives_within(timeout_s) and reply.drop():
+                raise ChannelTimeoutError(
+                    f"{self.peer} has not answered a {type(message).__name__} in {timeout_s:g} s"
+                )
+            return reply.take()
+        finally:
+            reply.drop()
+
+    def request(self, message: Message, descriptors: Sequence[int] = ()) -> Reply:
+        """Send a request without waiting. The caller must `drop` the reply.
+
+        Raises `ChannelClosedError`, and `InvalidArgumentError` in the endpoint's own thread.
+        """
         if threading.get_ident() == self._loop_thread():
             raise InvalidArgumentError("a handler cannot wait for a reply; use a separate thread")
         body = self.protocol.encode(message)
-        arrived: SimpleQueue[Frame | KvelasticError] = SimpleQueue()
-        number = next(self._numbers)
-        self._waiting[number] = arrived
+        reply = Reply(self.protocol, self._waiting, next(self._numbers))
         try:
-            self._send(Kind.REQUEST, number, body, descriptors)
-            try:
-                frame = arrived.get(timeout=max(timeout_s, 0))
-            except Empty:
-                if self._waiting.pop(number, None) is not None:
-                    raise ChannelTimeoutError(
-                        f"{self.peer} has not answered a {type(message).__name__}"
-                        f" in {timeout_s:g} s"
-                    ) from None
-                frame = arrived.get()  # the endpoint's thread is about to put it there
-        finally:
-            self._waiting.pop(number, None)
-        if isinstance(frame, KvelasticError):
-            raise frame
-        if frame.kind == Kind.ERROR:
-            raise error_of(frame.body)
-        try:
-            return self.protocol.decode(frame.body), frame.descriptors
+            self._send(Kind.REQUEST, reply.number, body, descriptors)
         except BaseException:
-            _close_all(frame.descriptors)
+            reply.drop()
             raise
+        return reply
 
     def notify(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message without a reply. Never blocks. Raises `ChannelClosedError`."""

@@ -22,7 +22,7 @@ from kvelastic.errors import (
     TransferBusyError,
     TransferError,
 )
-from kvelastic.messages import Connection, Message
+from kvelastic.messages import Connection, Message, Reply
 from kvelastic.transfer.wire import (
     MOST_BYTES,
     MOST_PIECES,
@@ -109,6 +109,8 @@ class Link:
         """Whether the kernel reads the peer's memory; else bytes come over a stream."""
         self.threads: Final = PeerThreads()
         """Threads that serve the peer; used by `Node`."""
+        self._late_pushes: list[Reply] = []
+        self._late_lock = threading.Lock()  # while one thread waits for these replies
         self._lock = threading.Lock()
         self.counts: Final[Counter[Counted]] = Counter()
         """Statistics; `shared.link_status.LinkStatus` describes them."""
@@ -171,7 +173,8 @@ class Link:
         """Have the peer copy this process's `sources` to its `targets`, in order.
 
         Blocks for at most `timeout_s` seconds. The sources must not change until this returns.
-        Raises the same errors as `pull`.
+        Raises the same errors as `pull`. After `ChannelTimeoutError` the peer may still write to
+        the targets: later pushes of this link wait until it has stopped.
         """
         for size_bytes in self._copied(self._push_once, sources, targets, timeout_s, claim):
             self.count("pushed_bytes", size_bytes)
@@ -233,9 +236,34 @@ class Link:
     def _push_once(self, ours: bytes, targets: bytes, claim: bytes, deadline_s: float) -> None:
         # This side pins nothing, because the caller keeps the sources valid until this returns. The
         # lease ends before that, so a peer that reads later learns that its copy is lost.
+        self._wait_for_late_pushes(deadline_s)
         with self._node.leases.lent(self.connection, ours, deadline_s) as lease:
             push = Push(lease, ours, targets, claim, _left_ms(deadline_s))
-            self._call(push, Done, _left_s(deadline_s))
+            reply = self.connection.request(push)
+            try:
+                if not reply.arrives_within(_left_s(deadline_s)):
+                    raise ChannelTimeoutError("the peer has not copied a push in time")
+            except BaseException:
+                self._late_pushes.append(reply)
+                raise
+            _checked(reply.take()[0], Done, push)
+
+    def _wait_for_late_pushes(self, deadline_s: float) -> None:
+        """Wait until the peer has replied to each push that was given up.
+
+        It would write over the targets of the next one, also after that has succeeded.
+        """
+        if not self._late_pushes:
+            return
+        if not self._late_lock.acquire(timeout=_left_s(deadline_s)):
+            raise ChannelTimeoutError("the peer still copies a push that was given up")
+        try:
+            while self._late_pushes:
+                if not self._late_pushes[0].arrives_within(_left_s(deadline_s)):
+                    raise ChannelTimeoutError("the peer still copies a push that was given up")
+                self._late_pushes.pop(0).drop()
+        finally:
+            self._late_lock.release()
 
     def read(self, lease: int, sources: bytes, ours: bytes, deadline_s: float) -> int | None:
         """Copy the memory under a lease; return the checksum, or None if no stream was used."""
@@ -282,10 +310,13 @@ class Link:
         timeout_s: float,
         descriptors: Sequence[int] = (),
     ) -> _M:
-        reply = self.connection.call(message, timeout_s, descriptors)
-        if not isinstance(reply, wanted):
-            raise MessageError(f"a {type(reply).__name__} is no reply to {type(message).__name__}")
-        return reply
+        return _checked(self.connection.call(message, timeout_s, descriptors), wanted, message)
+
+
+def _checked(reply: Message, wanted: type[_M], to: Message) -> _M:
+    if not isinstance(reply, wanted):
+        raise MessageError(f"a {type(reply).__name__} is no reply to {type(to).__name__}")
+    return reply
 
 
 def _left_s(deadline_s: float) -> float:

@@ -112,6 +112,36 @@ def test_pieces_of_all_sizes_are_copied(nodes: Nodes, monkeypatch: pytest.Monkey
     assert ours.content == shuffled
 
 
+def test_push_waits_for_an_earlier_one_given_up(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer still copies it, and would write over what the later one has pushed."""
+    owner, _, link = nodes
+    theirs, first, second = Memory(bytes(1000)), Memory(b"1" * 1000), Memory(b"2" * 1000)
+    owner.register(theirs.address, theirs.size)
+    (back,) = owner.links
+    copying, go_on, given_up = threading.Event(), threading.Event(), threading.Event()
+    read = back.read
+
+    def read_slowly(lease: int, sources: bytes, ours: bytes, deadline_s: float) -> int | None:
+        if not given_up.is_set():
+            copying.set()
+            assert go_on.wait(DEADLINE_S)
+        return read(lease, sources, ours, deadline_s)
+
+    monkeypatch.setattr(back, "read", read_slowly)
+    with contextlib.ExitStack() as ending:
+        ending.callback(go_on.set)
+        with pytest.raises(ChannelTimeoutError):
+            link.push([first.piece()], [theirs.piece()], timeout_s=0.2)
+        assert copying.wait(DEADLINE_S)
+        given_up.set()
+        with pytest.raises(ChannelTimeoutError, match="given up"):
+            link.push([second.piece()], [theirs.piece()], timeout_s=0.2)
+    link.push([second.piece()], [theirs.piece()], timeout_s=DEADLINE_S)
+    assert theirs.content == second.content
+
+
 def test_unregistered_memory_is_rejected(nodes: Nodes) -> None:
     owner, _, link = nodes
     theirs, ours = Memory(b"x" * 1000), Memory(bytes(1000))
