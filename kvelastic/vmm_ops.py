@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,9 @@ def shutdown_kvelastic() -> None:
         groups = list(_groups.values())
         _groups.clear()
         _setup = None
-    for group in groups:
-        group.pages.close()
+    with ExitStack() as closing:  # closes the others too if one raises, as at Ctrl-C
+        for group in groups:
+            closing.callback(group.pages.close)
 
 
 def create_kv_tensors(

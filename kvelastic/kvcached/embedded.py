@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,10 +138,10 @@ def shutdown_kvelastic() -> bool:
     managers raise `PoolFailedError` in `alloc`.
     """
     global _state
-    with _lock:
+    with _lock, ExitStack() as closing:  # closes the others too if one raises, as at Ctrl-C
         state, _state = _state, None
         for group in state.groups.values() if state else ():
-            group.pool.close(discard=True)
+            closing.callback(group.pool.close, discard=True)
     return True
 
 

@@ -16,6 +16,7 @@ from waiting import DEADLINE_S
 from kvelastic import _vmm, errors
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
 from kvelastic.shared.ledger import list_ledgers
 
@@ -365,6 +366,28 @@ def test_shutdown_releases_memory_and_refuses_alloc() -> None:
         manager.alloc(1)
     assert manager.available_size() == 0
     assert all(member.name != name for info in list_ledgers() for member in info.members)
+
+
+def test_interrupted_shutdown_closes_the_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.init_kvelastic(device="cpu")
+    for group in range(3):
+        vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS, group_id=group)
+    close = ElasticPool.close
+    interrupted: list[ElasticPool] = []
+
+    def interrupt_second(pool: ElasticPool, *, discard: bool = False) -> None:
+        interrupted.append(pool)
+        if len(interrupted) == 2:
+            raise KeyboardInterrupt
+        close(pool, discard=discard)
+
+    monkeypatch.setattr(ElasticPool, "close", interrupt_second)
+    with pytest.raises(KeyboardInterrupt):
+        vllm.shutdown_kvelastic()
+    monkeypatch.undo()
+    members = [member.name for info in list_ledgers() for member in info.members]
+    assert members == [interrupted[1].segment.name]
+    interrupted[1].close(discard=True)
 
 
 def test_tiers_setting_is_reported_as_ignored(

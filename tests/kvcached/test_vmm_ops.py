@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvelastic import errors, vmm_ops
+from kvelastic.pool.hand_mapped import HandMapped
 from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
@@ -86,6 +87,28 @@ def test_second_creation_of_a_group_is_rejected() -> None:
     vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
     with pytest.raises(errors.InvalidArgumentError, match="group 0"):
         vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
+
+
+def test_interrupted_shutdown_closes_the_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    vmm_ops.init_kvelastic("cpu")
+    for group in range(3):
+        vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1, group_id=group)
+    close = HandMapped.close
+    interrupted: list[HandMapped] = []
+
+    def interrupt_second(pages: HandMapped) -> None:
+        interrupted.append(pages)
+        if len(interrupted) == 2:
+            raise KeyboardInterrupt
+        close(pages)
+
+    monkeypatch.setattr(HandMapped, "close", interrupt_second)
+    with pytest.raises(KeyboardInterrupt):
+        vmm_ops.shutdown_kvelastic()
+    monkeypatch.undo()
+    members = [member.name for info in ledger.list_ledgers() for member in info.members]
+    assert members == [interrupted[1].segment.name]
+    interrupted[1].close()
 
 
 @pytest.mark.slow
