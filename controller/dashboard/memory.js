@@ -180,6 +180,7 @@ class Setting {
       "aria-label": name,
       oninput: () => this.moved(),
       onchange: () => this.released(send),
+      onpointerup: () => this.letGo(), // a drag that ends where it began changes nothing
       onkeydown: (event) => this.key_(event, send),
     });
     this.text = make("input", {
@@ -193,9 +194,7 @@ class Setting {
         this.isHeld = true;
       },
       onchange: () => this.sendIt(send, this.text.value.trim()),
-      onblur: () => {
-        this.isHeld = false;
-      },
+      onblur: () => this.letGo(),
     });
     this.elements = [
       make("span", { class: "label", "aria-hidden": "true" }, title),
@@ -223,6 +222,10 @@ class Setting {
     this.isHeld = true;
     this.text.value = exactBytes(this.bytes);
     mark(this.slider, "aria-valuetext", bytes(this.bytes));
+  }
+
+  letGo() {
+    this.isHeld = false;
   }
 
   released(send) {
