@@ -39,6 +39,7 @@ class Requests:
         self.requests: dict[str, Any] = {"r": None}
         self.running: list[Any] = []
         self.finished_req_ids: set[str] = set()
+        self.num_waiting_for_streaming_input = 1
         self.pause_state = 0
         self.connector = None
         self.max_model_len = 1 << 20
@@ -153,9 +154,10 @@ def test_page_arriving_after_the_step_ends_the_backoff(starved) -> None:
     [
         lambda scheduler: scheduler.requests.update(s=None),
         lambda scheduler: scheduler.finished_req_ids.add("r"),
+        lambda scheduler: setattr(scheduler, "num_waiting_for_streaming_input", 0),
         lambda scheduler: setattr(scheduler, "pause_state", 1),
     ],
-    ids=["a request comes", "a request is aborted", "a pause"],
+    ids=["a request comes", "a request is aborted", "a session goes on", "a pause"],
 )
 def test_change_of_the_requests_ends_the_backoff(starved, change) -> None:
     engine, _ = starved
@@ -223,6 +225,24 @@ def test_step_with_work_in_flight_prevents_backoff(starved) -> None:
     assert engine.turn()
     assert engine.pool.backoff.memory_wait is not None
     assert in_engine_core._backs_off(engine.core)
+
+
+def test_step_pins_blocks_given_back_while_it_is_scheduled(shared: TwoPools) -> None:
+    """The step may copy from them, as for a partial block that two requests share."""
+    engine = Engine(shared.pools[0])
+    given_back: set[int] = set()
+
+    def give_back() -> None:
+        blocks = engine.pool.get_new_blocks(2)
+        given_back.update(block.block_id for block in blocks)
+        engine.pool.free_blocks(blocks)
+
+    engine.in_the_step = give_back
+    output = engine.scheduler.schedule()
+    assert engine.pool.memory.held_back == given_back
+    assert len(given_back) == 2
+    engine.scheduler.update_from_output(output, None)
+    assert engine.pool.memory.held_back == set()
 
 
 # --- what the engine gives back itself ----------------------------------------------------------

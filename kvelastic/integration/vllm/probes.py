@@ -107,6 +107,7 @@ vllm.config.scheduler:SchedulerConfig.get_scheduler_cls uses scheduler_cls resol
 {_CORE}._initialize_kv_caches uses generate_scheduler_kv_cache_config initialize_from_config
 vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config uses deepcopy
 {_SCHEDULER}.__init__ uses requests finished_req_ids max_model_len
+    num_waiting_for_streaming_input
 {_SCHEDULER}.schedule(self) uses
     _preempt_request _request_blocks_can_be_freed requires_kv_delivery UNPAUSED
 {_SCHEDULER}.has_unfinished_requests(self)

@@ -50,12 +50,16 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]  # vLLM has no type inf
             if pool.tiers is not None:
                 pool.tiers.deliver(self)
             with _preempted_over_limit(pool, self):
+                # First, because the step may copy or clear blocks that its scheduling gives back.
+                step = memory.step_begins(works=False)
                 output = super().schedule(*args, **kwargs)
             works = output.total_num_scheduled_tokens > 0
             if pool.tiers is not None and memory.fell_short and not works and not memory.is_at_work:
                 pool.tiers.give_back_loaded(self)
             _report_waiting(pool, self)
-        output.kvelastic_step = memory.step_begins(works=works)
+        output.kvelastic_step = step
+        if works:
+            memory.step_works(step)
         pool.backoff.has_looked(works=works)
         if pool.tiers is not None:
             pool.tiers.step_is_made(
@@ -176,4 +180,9 @@ def _has_blocks(scheduler: Any, request: Any) -> bool:
 
 def _requests_of(scheduler: Any) -> tuple[object, ...]:
     """A value that changes when a request arrives, leaves or becomes runnable."""
-    return (len(scheduler.requests), len(scheduler.finished_req_ids), scheduler.pause_state)
+    return (
+        len(scheduler.requests),
+        len(scheduler.finished_req_ids),
+        scheduler.num_waiting_for_streaming_input,
+        scheduler.pause_state,
+    )

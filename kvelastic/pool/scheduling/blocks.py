@@ -206,6 +206,10 @@ class SchedulerBlocks:
         """
         return self._steps.begin(works=works)
 
+    def step_works(self, step: int) -> None:
+        """The newest step, which began without work, has work."""
+        self._steps.works(step)
+
     def step_ends(self, step: int) -> None:
         """This step and all earlier ones have been executed."""
         self._steps.end(step)

@@ -42,11 +42,11 @@ _log = logging.getLogger("kvelastic")
 class MemoryWait:
     """A wait for memory, created when a step found no block.
 
-    `seen` is the value of `SchedulerBlocks.availability_epoch` before that step. `former` is the
-    previous wait, if no block has become available since. `gave_back`: the step preempted a
-    request, whose blocks may be enough for another request, so the next step follows without a
-    pause. A request that does not fit runs in pieces and is preempted again and again; with a
-    `former` wait it pauses too.
+    `seen` and `given_back` are `availability_epoch` and `given_back` of `SchedulerBlocks` before
+    that step. `former` is the previous wait, if no block has become available since. If the step
+    preempted a request, its blocks may be enough for another request once the step has ended, so
+    the next step follows without a pause. A request that does not fit runs in pieces and is
+    preempted again and again; with a `former` wait it pauses too.
     """
 
     def __init__(
@@ -54,19 +54,24 @@ class MemoryWait:
         blocks: SchedulerBlocks,
         read_requests: Callable[[], object],
         seen: int,
+        given_back: int,
         former: MemoryWait | None,
-        *,
-        gave_back: bool,
     ) -> None:
-        self.gave_back = gave_back
         self._blocks = blocks
         self._seen = seen
+        self._given_back = given_back
         self._read_requests = read_requests
         self._requests = read_requests()
-        self._pause_s: float = 0.0 if gave_back else PAUSE_S
+        self._is_first = former is None
+        self._longest_s = PAUSE_S
         if former is not None:
-            self._pause_s = min(max(2 * former._pause_s, PAUSE_S), _LONGEST_PAUSE_S)
-        self._pause_ends_s = time.monotonic() + self._pause_s
+            self._longest_s = min(max(2 * former._pause_s, PAUSE_S), _LONGEST_PAUSE_S)
+        self._began_s = time.monotonic()
+
+    @property
+    def gave_back(self) -> bool:
+        """True if the engine has given blocks back since the step began."""
+        return self._blocks.given_back != self._given_back
 
     def has_news(self) -> bool:
         """Return whether blocks have arrived, or requests have arrived or left."""
@@ -81,7 +86,11 @@ class MemoryWait:
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        return self.has_news() or time.monotonic() >= self._pause_ends_s
+        return self.has_news() or time.monotonic() >= self._began_s + self._pause_s
+
+    @property
+    def _pause_s(self) -> float:
+        return 0.0 if self._is_first and self.gave_back else self._longest_s
 
 
 class Backoff:
@@ -119,8 +128,8 @@ class Backoff:
                 blocks,
                 self._read_requests,
                 self._seen,
+                self._given_back,
                 None if self._last is None or self._last.has_news() else self._last,
-                gave_back=blocks.given_back != self._given_back,
             )
             if former is None:
                 _log.debug("All requests wait for blocks.")

@@ -33,6 +33,10 @@ class StepsOnTheirWay:
             self._newest_at_work = self._newest
         return self._newest
 
+    def works(self, step: int) -> None:
+        """The newest step has work after all."""
+        self._newest_at_work = step
+
     @property
     def is_at_work(self) -> bool:
         """Whether a step that has work to do is on its way."""
