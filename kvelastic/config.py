@@ -1,8 +1,8 @@
 """kvelastic's environment variables, in one table.
 
+    if is_enabled(): ...             # whether the engine is to use kvelastic at all
     config = load()                  # reads os.environ; raises ConfigError for an invalid value
     configure_logging(config)
-    if config.enabled: ...
 
 `VARIABLES` defines all names, defaults and accepted values. `load` and `markdown_table` use it. An
 empty value counts as unset.
@@ -30,7 +30,9 @@ from kvelastic.units import (
     parse_size,
 )
 
-__all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
+__all__ = [
+    "VARIABLES", "Config", "Percent", "configure_logging", "is_enabled", "load", "markdown_table",
+]  # fmt: skip
 
 
 HOST_PAGE_SIZE_MB: Final = 2
@@ -484,6 +486,17 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              " engine."),
 )
 # fmt: on
+
+
+def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether kvelastic is enabled; no other variable matters if it is not.
+
+    Raises `ConfigError` for a value that is not a boolean. Warns of unknown names as `load` does.
+    """
+    _warn_of_unknown(environ)
+    variable = next(each for each in VARIABLES if each.field == "enabled")
+    name, text = _find(variable, environ)
+    return text is not None and bool(_parsed(variable, name, text))
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:

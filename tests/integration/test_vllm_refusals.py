@@ -29,7 +29,8 @@ def test_disabled_plugin_imports_and_patches_nothing() -> None:
         assert not hasattr(core.EngineCore.step, "kvelastic_original")
         assert sys.meta_path == finders
     """
-    run_python("-c", textwrap.dedent(code), environment=engine_environment())
+    invalid = {"KVELASTIC_LIMIT": "8X", "KVCACHED_PAGE_SIZE_MB": "1"}  # nothing reads them
+    run_python("-c", textwrap.dedent(code), environment=engine_environment() | invalid)
 
 
 @pytest.mark.matrix

@@ -18,9 +18,9 @@ def register() -> None:
     """
     from kvelastic import config
 
-    settings = config.load()
-    if not settings.enabled:
+    if not config.is_enabled():
         return
+    settings = config.load()
     config.configure_logging(settings)
     from kvelastic.integration.hooks.versions import installed_series
     from kvelastic.integration.sglang import patches
