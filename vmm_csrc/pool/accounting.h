@@ -67,9 +67,13 @@ class Accounting {
   /// True while pages are being unmapped.
   bool is_unmapping() const { return unmapping_pages_ > 0; }
   std::uint64_t moving_pages() const { return held_pages_ - blocks_->mapped_pages(); }
-  /// Pages that can still be mapped within the limit.
+  /// True while the page of the null block is on its way. No other page is mapped meanwhile: its
+  /// blocks would be in use without the null block if that map failed.
+  bool is_null_block_moving() const { return moving_pages() > 0 && !blocks_->occupancy(0); }
+  /// Pages that can be mapped now within the limit.
   std::uint64_t mappable_pages() const {
-    return held_pages_ < limit.pages() ? limit.pages() - held_pages_ : 0;
+    if (held_pages_ >= limit.pages() || is_null_block_moving()) return 0;
+    return limit.pages() - held_pages_;
   }
   std::uint64_t over_pages() const {
     return held_pages_ > limit.pages() ? held_pages_ - limit.pages() : 0;

@@ -197,6 +197,7 @@ bool Grower::pursue(Change& change) {
     change->work.end_pursuit();
     return false;
   }
+  if (change->accounting.is_null_block_moving()) return true;
   const std::chrono::nanoseconds expiry(pool_.device_set->rules().request_expiry_ns);
   const std::uint64_t pages = std::min(memory_wait.pages(), change->accounting.mappable_pages());
   const Clock::time_point now = Clock::now();

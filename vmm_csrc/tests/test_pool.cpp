@@ -64,8 +64,11 @@ class GatedBacking final : public OverLocal {
   Status map(std::span<const PageIndex> pages) override {
     arrived_.release();
     open_.acquire();
+    if (fails) return Error{Errc::kOutOfMemory, "the test wants no page"};
     return OverLocal::map(pages);
   }
+
+  std::atomic<bool> fails = false;
 
   /// Returns when a map has begun and waits.
   void wait_for_a_map() { arrived_.acquire(); }
@@ -203,6 +206,24 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   CHECK(static_cast<bool>(pool.limits.enforce()));
   CHECK(calls == rest);
   pool.background.on_work(nullptr);
+}
+
+TEST(no_page_is_mapped_while_the_null_block_moves) {
+  auto backing = std::make_shared<GatedBacking>(host_range(geometry()));
+  auto made = Pool::create(geometry(), backing, options());
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  const auto mappable_pages = [&] {
+    return PoolState::Look(pool.state)->accounting.mappable_pages();
+  };
+  CHECK(mappable_pages() == kPages);
+  std::thread engine([&] { (void)pool.allocator.ensure(1); });
+  backing->wait_for_a_map();
+  CHECK(mappable_pages() == 0);
+  backing->fails = true;
+  backing->let_it_go_on();
+  engine.join();
+  CHECK(mappable_pages() == kPages);
 }
 
 /// Its loads wait until the test lets them go on.
