@@ -88,7 +88,10 @@ def test_refused_wake_leaves_the_pool_asleep(shared: TwoPools) -> None:
     is_sound(shared)
 
 
-def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) -> None:
+@pytest.mark.parametrize("is_followed", [False, True], ids=["alone", "with a later limit"])
+def test_wake_request_is_acknowledged_once_memory_is_reserved(
+    shared: TwoPools, is_followed: bool
+) -> None:
     """By request, as kvctl does it, while the neighbour has to preempt for it."""
     a, b = shared.pools
     shared.ledgers[0].member.reserve(4 * HUGE)
@@ -108,6 +111,9 @@ def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) 
         # It is asked for blocks in use, and its engine preempts.
         wait_until(lambda: b.is_over_limit or not waker.is_alive())
         assert a.is_asleep
+        if is_followed:
+            segment.request(name, limit_bytes=6 * HUGE)
+            wait_until(lambda: a.limit_state()["limit_bytes"] == 6 * HUGE)
         b.free(theirs)
         waker.join(DEADLINE_S)
         (answer,) = answers
@@ -133,6 +139,33 @@ def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
         shared.ledgers[1].member.set_min(HUGE)
         assert segment.request(name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         is_sound(shared)
+    finally:
+        maintenance.stop()
+
+
+def test_guarantee_set_while_a_wake_waits_stays(shared: TwoPools) -> None:
+    """The wake is refused, with the guarantee that it asked for."""
+    a, b = shared.pools
+    shared.ledgers[0].member.reserve(4 * HUGE)
+    maintenance = _vmm.MaintenanceThread.start(
+        a, shared.segments[0].control_block, idle_trim_s=-1.0
+    )
+    name = shared.segments[0].name
+    try:
+        assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"
+        fill(b)
+        segment.request(name, asleep=False, min_bytes=2 * HUGE)
+        wait_until(lambda: shared.ledgers[0].member.min_bytes == 2 * HUGE)
+        answer = segment.request(name, min_bytes=HUGE, wait_s=DEADLINE_S)
+        assert (answer.state, answer.asleep, answer.min_bytes) == ("applied", True, HUGE)
+        group = shared.ledgers[0].path.name.split("_")[2]
+
+        def pledged_bytes() -> int:
+            (info,) = [one for one in ledger.list_ledgers() if one.group == group]
+            return next(one.pledged_bytes for one in info.members if one.name == name)
+
+        wait_until(lambda: not pledged_bytes(), "the wake is not refused")
+        assert shared.ledgers[0].member.min_bytes == HUGE
     finally:
         maintenance.stop()
 

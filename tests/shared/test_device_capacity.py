@@ -122,6 +122,12 @@ def test_limit_follows_a_changed_capacity(device):
     fill(one, 2 * DEVICE_PAGES)
 
 
+def test_instance_without_reserve_starts_on_overfull_device(device):
+    fill(device.start(), 12)
+    device.set_pages(8)
+    assert device.start().alloc(1) is None
+
+
 # ------------------------------------------------------------------------------------ raised
 
 

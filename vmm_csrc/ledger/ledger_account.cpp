@@ -309,6 +309,7 @@ Status LedgerMember::claim_reserve(std::uint64_t bytes) {
 /// True if grants and reserves leave room for this member's pledge. Of other waiting members only
 /// lower slots count, so that one of two is served first. Pre: mutex_ is held.
 bool LedgerMember::is_there() const {
+  if (slot().pledged_bytes.load() == slot().reserved_bytes.load()) return true;  // nothing is due
   std::uint64_t units = 0, reserved_bytes = 0;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];

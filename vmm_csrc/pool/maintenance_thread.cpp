@@ -327,12 +327,16 @@ bool MaintenanceThread::finish_waking() {
 void MaintenanceThread::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
   const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
-  if (waking.request.min_revision == waking.revision)
+  // What a later request has set stays.
+  const std::optional<Request> newest = control_block_->read_request();
+  if (newest && newest->min_revision == waking.revision)
     (void)device_set->set_min(waking.min_before_bytes);
-  if (waking.request.priority_revision == waking.revision) {
+  if (newest && newest->priority_revision == waking.revision) {
     (void)device_set->set_priority(waking.priority_before);
   }
-  if (waking.revision == revision_) refuse(std::move(reason));
+  if (waking.revision == revision_) return refuse(std::move(reason));
+  info_log("A request to wake was refused: %s.", reason.c_str());
+  acknowledge(pool_->state.limit_state(), {});
 }
 
 void MaintenanceThread::refuse(std::string reason) {
@@ -408,9 +412,9 @@ void MaintenanceThread::acknowledge(const LimitState& state, std::string reason)
     reason = "one page is always held, for the null block";
   }
   Ack ack;
-  // A waiting wake is not acknowledged yet: until then, acknowledgements refer to the request
-  // before it.
-  if (!waking_ || waking_->revision != revision_) acknowledged_revision_ = revision_;
+  // While a wake waits, acknowledgements refer to the request before it: a later one would count as
+  // replacing it.
+  if (!waking_) acknowledged_revision_ = revision_;
   ack.revision = acknowledged_revision_;
   ack.effective_limit_bytes = state.effective_bytes;
   ack.mapped_bytes = state.mapped_bytes;
