@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE: Final = "KVELASTIC_CONTROLLER_KEY"
 """Variable with the controller's key. Other users could see a key in the arguments."""
+_PORTS: Final = {"http": 80, "https": 443}
 _ANSWER_S: Final = 30.0
 _SLEEP_S: Final = 600.0
 """Time for an engine's sleep or wake; the controller enforces the configured timeout."""
@@ -77,23 +78,22 @@ class RemoteController:
         Raises `InvalidArgumentError` for any other form of address.
         """
         self.address = address.rstrip("/")
-        parts = urlsplit(self.address)
+        not_accepted = InvalidArgumentError(
+            f"the address {address!r} is not accepted; write http://HOST:PORT or https://HOST:PORT"
+        )
         try:
+            parts = urlsplit(self.address)
             port = parts.port
         except ValueError:
-            port = -1
+            raise not_accepted from None
         is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
-        if (
-            parts.scheme not in {"http", "https"}
-            or not parts.hostname
-            or port == -1
-            or not is_plain
-        ):
-            raise InvalidArgumentError(
-                f"the address {address!r} is not accepted; write http://HOST:PORT or"
-                " https://HOST:PORT"
-            )
+        host = parts.hostname or ""
+        is_host = host.isprintable() and host != "" and " " not in host
+        if parts.scheme not in _PORTS or not is_host or not is_plain:
+            raise not_accepted
         self._parts = parts
+        self._host = host
+        self._port = _PORTS[parts.scheme] if port is None else port
 
     def rows(self, names: tuple[str, ...]) -> list[RemoteRow]:
         """Return the rows of the named instances, or of every instance if `names` is empty."""
@@ -185,7 +185,7 @@ class RemoteController:
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        connection = kind(parts.hostname or "", parts.port, timeout=takes_s + _ANSWER_S)
+        connection = kind(self._host, self._port, timeout=takes_s + _ANSWER_S)
         headers = {"accept": "application/json"}
         key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):

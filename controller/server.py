@@ -110,8 +110,10 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
 
     def stop() -> None:
         if server.should_exit:
-            server.force_exit = True  # the second signal ends it immediately
+            server.force_exit = True  # the second signal ends the wait for running requests
         server.should_exit = True
+        drain_s = app_state.settings.server.drain_timeout  # a reload may have changed it
+        server.config.timeout_graceful_shutdown = int(max(1, drain_s))
         app_state.refuse_new()
 
     def reload() -> None:
@@ -155,7 +157,6 @@ def make_config(app_state: AppState) -> ServerConfig:
         proxy_headers=False,
         backlog=app_state.files.backlog,
         timeout_keep_alive=int(max(1, server.keep_alive)),
-        timeout_graceful_shutdown=int(max(1, server.drain_timeout)),
         ssl_certfile=server.tls_cert,
         ssl_keyfile=server.tls_key,
     )

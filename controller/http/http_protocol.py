@@ -128,7 +128,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        if not self._is_over:
+        if self._in_headers and not self._is_over:  # a trailer is no header (RFC 9110, 6.5.1)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -220,6 +220,7 @@ class EngineProcess:
         _log.warning("%s; a request starts it again", problem, extra=self._extra)
         if gate.state is State.FALLING_ASLEEP:
             return  # `stop_now` follows
+        self._swapper.withdraw(self._model)  # a wake that waits for its turn
         gate.set_state(State.STARTING, now_s)  # new requests wait
         await self._end_group()
         self._has_gone()
@@ -467,7 +468,8 @@ class EngineProcess:
     def _set(self, state: State, why: Refusal | None = None) -> None:
         why = why or _ended()
         gate = self._model.gate
-        if gate.state in {State.FALLING_ASLEEP, State.WAKING}:
+        is_withdrawn = state is State.DOWN and self._swapper.withdraw(self._model)
+        if gate.state in {State.FALLING_ASLEEP, State.WAKING} and not is_withdrawn:
             # A call to the engine is in progress and will fail.
             self._model.when_settled(lambda: gate.set_state(state, time.monotonic(), why))
         elif not (state is State.AWAKE and gate.state is State.ASLEEP):

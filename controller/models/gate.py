@@ -61,6 +61,8 @@ class Ticket:
     """Higher goes first; requests of equal priority in order of arrival."""
     deadline_s: float = 0.0
     """Set by `arrive`."""
+    needs_awake: bool = False
+    """It waits only while the model is awake and makes no room for another one."""
     state: TicketState = TicketState.NEW
     refusal: Refusal | None = None
     waiter: Any = None
@@ -304,6 +306,7 @@ class Gate:
         yields = yields and self.rules.wake_on_request
         if yields != self.yields and (self.state is State.AWAKE or not yields):
             self.yields = yields
+            self._refuse_needing_awake()
             self._pump()
 
     def set_state(self, state: State, now_s: float, why: Refusal | None = None) -> None:
@@ -347,6 +350,7 @@ class Gate:
                 self._refuse(ticket, obstacle)
                 continue
             self._queue(ticket)
+        self._refuse_needing_awake()
         self._pump()
         if self._queued:
             self._wake_if_due(now_s)
@@ -460,6 +464,18 @@ class Gate:
         self.yields = False
         self.waits_for = ""
         self.generation += 1
+        self._refuse_needing_awake()
+
+    def _refuse_needing_awake(self) -> None:
+        """Refuse the waiting requests that need an awake model, if it is not, or makes room."""
+        if self.state is State.AWAKE and not self.yields:
+            return
+        code = "paused" if self.yields else self.state.value
+        for _, _, ticket in sorted(self._heap):
+            if ticket.state is TicketState.QUEUED and ticket.needs_awake:
+                self._queued -= 1
+                self._refuse(ticket, Refusal(503, code, "The model serves no requests now."))
+        self._forget_gone()
 
     def _forget_gone(self) -> None:
         """Keep the heap near the size of the queue by removing requests that have left."""

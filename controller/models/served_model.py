@@ -460,10 +460,12 @@ class ServedModel:
         """Wait for memory, unless the engines have it already; then wake."""
         if self._swapper is not None and not self._are_engines_awake:
             is_start = self.on_demand is not None and not self.on_demand.is_running
+            generation = self.gate.generation
             try:
                 refusal = await self._swapper.take(self, is_start=is_start)
             except WithdrawnError:
-                self.gate.not_begun(None, time.monotonic())
+                if self.gate.generation == generation:  # otherwise its engine has ended
+                    self.gate.not_begun(None, time.monotonic())
                 return
             finally:
                 self._by_operator_until_s = 0.0

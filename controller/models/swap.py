@@ -40,7 +40,7 @@ from kvelastic.controller.models.swap_policy import (
     decide,
 )
 from kvelastic.controller.timeout import timeout
-from kvelastic.errors import is_out_of_descriptors
+from kvelastic.errors import IntegrityError, is_out_of_descriptors
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
@@ -76,8 +76,10 @@ class Swapper:
     async def take(self, model: ServedModel, *, is_start: bool) -> Refusal | None:
         """Wait for the model's turn; return a refusal if it never comes. Raises `WithdrawnError`.
 
-        `model.has_turn` is then true: the model holds memory, or is about to.
+        `model.has_turn` is then true: the model holds memory, or is about to. A model has one wait.
         """
+        if model in self._waiting:
+            raise IntegrityError(f"the model {model.name!r} waits for its turn already")
         model.has_turn = False
         self._number += 1
         want = Want(model.name, self._number, is_start=is_start)
@@ -94,12 +96,14 @@ class Swapper:
             model.gate.waits_for = ""
         return refusal
 
-    def withdraw(self, model: ServedModel) -> None:
-        """Cancel the model's wait for its turn. Does nothing if it does not wait."""
+    def withdraw(self, model: ServedModel) -> bool:
+        """Cancel the model's wait for its turn. Returns False if it does not wait."""
         waiting = self._waiting.get(model)
-        if waiting is not None and not waiting.turn.done():
-            waiting.turn.set_exception(WithdrawnError())
-            self._changed.set()  # models held back for it continue
+        if waiting is None or waiting.turn.done():
+            return False
+        waiting.turn.set_exception(WithdrawnError())
+        self._changed.set()  # models held back for it continue
+        return True
 
     def poke(self) -> None:
         """Decide again if a model waits: something has changed."""

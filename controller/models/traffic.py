@@ -56,7 +56,7 @@ class _Counts:
     cancelled: int = 0
     """Failed requests whose clients disconnected."""
     refused: int = 0
-    """Failed requests that the controller refused."""
+    """Other failed requests that the controller refused."""
     tokens: int = 0
     first_sum_s: float = 0.0
     total_sum_s: float = 0.0
@@ -117,7 +117,7 @@ class Traffic(_Counts):
             else:
                 counts.failed += 1
                 counts.cancelled += cancelled
-                counts.refused += refused
+                counts.refused += refused and not cancelled
 
     def window(self, seconds: float, now_s: float) -> Window:
         """Return the statistics of the last `seconds`, rounded to slots, at most `MAX_WINDOW_S`."""

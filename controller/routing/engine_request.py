@@ -52,12 +52,12 @@ def request_to_engine(
     return [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers], target
 
 
-def check_name(asked: ServedModel, served: ServedModel) -> None:
+def check_name(written: str, served: ServedModel) -> None:
     """Raise `Refusal` (503) if the engine's model name changed while the request waited.
 
-    The name was written into the request before it waited.
+    `written` is the name that was written into the request before it waited.
     """
-    if asked.settings.upstream_name != served.settings.upstream_name:
+    if written != served.settings.upstream_name:
         raise Refusal(
             503,
             "model_changed",

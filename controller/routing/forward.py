@@ -55,6 +55,8 @@ NAMED_MODEL: Final = "kvelastic.named_model"
 """Key of a request's ASGI scope: its model, if that is not in the body or query."""
 READ_BODY: Final = "kvelastic.read_body"
 """Key of a request's ASGI scope: its `Body`, a JSON object, if that was already read."""
+_OF_ENGINE: Final = frozenset(("engine_failed", "engine_timeout", "engine_refused_upgrade"))
+"""Codes of errors that count as the engine's, not as the controller's refusals."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
@@ -82,6 +84,8 @@ class Exchange:
     events: int = 0
     sent_bytes: int = 0
     started: bool = False
+    is_sent: bool = False
+    """The whole response was sent. The client may then disconnect."""
     cancelled: bool = False
     error: str = ""
     """Code of the controller's error; empty for an engine's own response."""
@@ -131,7 +135,6 @@ class Forwarder:
             watcher = cancel_when_gone(receive, exchange, "http.disconnect")
             await self._through_gate(scope, send, exchange, model, key, body)
         except Refusal as refusal:
-            exchange.error = exchange.error or refusal.code
             await self._refuse(send, exchange, refusal)
         except ClientGoneError:
             exchange.cancelled = True
@@ -147,7 +150,6 @@ class Forwarder:
             uncancel()
         except Exception:
             _log.exception("request %s failed in the controller", exchange.request_id)
-            exchange.error = _FAILED.code
             await self._refuse(send, exchange, _FAILED)
         finally:
             if watcher is not None:
@@ -218,16 +220,17 @@ class Forwarder:
     ) -> None:
         ticket = Ticket(priority=priority)
         exchange.model = model
+        written = model.settings.upstream_name
         try:
             await model.enter(ticket)
             served: ServedModel = ticket.model
             exchange.model = served
-            check_name(model, served)
             with served_by(served):
                 if served.settings.prefill is not None and _has_prompt(exchange):
                     exchange.prefill = await self._prefill.compute(
                         scope, exchange.request_id, served, body, priority
                     )
+                check_name(written, served)
                 await self._to_an_engine(scope, send, exchange, served, body)
         finally:
             if ticket.state is not TicketState.OUT:
@@ -276,11 +279,12 @@ class Forwarder:
                     exchange.tokens = int(found[-1])
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        exchange.is_sent = True
 
     async def _refuse(self, send: Any, exchange: Exchange, refusal: Refusal) -> None:
         """Send the refusal. If the response has started, only record the error: uvicorn cuts."""
+        exchange.error = refusal.code
         if exchange.started:
-            exchange.error = refusal.code
             return
         exchange.status = refusal.status
         await send_refusal(send, refusal, exchange.path, exchange.request_id)
@@ -298,7 +302,9 @@ class Forwarder:
                 ok=not exchange.cancelled and not exchange.error and exchange.status < 400,
                 tokens=tokens,
                 cancelled=exchange.cancelled,
-                refused=bool(exchange.error) and not exchange.started,
+                refused=bool(exchange.error)
+                and not exchange.started
+                and exchange.error not in _OF_ENGINE,
             )
         else:
             self._app_state.unrouted += 1
@@ -415,6 +421,8 @@ def cancel_when_gone(receive: Receive, exchange: Exchange, gone: str) -> asyncio
     async def watch() -> None:
         while (await receive())["type"] != gone:
             pass
+        if exchange.is_sent:
+            return  # uvicorn reports a complete response in the same way
         exchange.cancelled = True
         if serving is not None:
             serving.cancel()

@@ -131,12 +131,13 @@ class Prefill:
             state = pool.reported_state
             raise _Fallback("paused" if state is State.AWAKE else state.value)
         body.add_fields(ONE_TOKEN[scope["path"]] + _AT_PREFILL + _renamed(model, pool))
-        ticket = Ticket(priority=priority)
+        ticket = Ticket(priority=priority, needs_awake=True)
+        written = pool.settings.upstream_name
         began_s = time.monotonic()
         is_computed = is_cancelled = False
         try:
             await pool.enter(ticket)
-            check_name(pool, ticket.model)
+            check_name(written, ticket.model)
             found = await self._ask(scope, request_id, ticket.model, body)
             is_computed = True
             return found

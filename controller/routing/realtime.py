@@ -134,11 +134,12 @@ class Realtime:
         model = scope.get(NAMED_MODEL) or self._find_model(scope)
         exchange.model = model
         ticket = Ticket(priority=min(priority_of(scope["headers"]), key.max_priority))
+        written = model.settings.upstream_name
         watcher = cancel_when_gone(receive, exchange, "websocket.disconnect")
         try:
             await model.enter(ticket)
             exchange.model = served = ticket.model
-            check_name(model, served)
+            check_name(written, served)
             replica, engine = await self._connect(scope, exchange, served)
             try:
                 watcher.cancel()
@@ -176,21 +177,27 @@ class Realtime:
         keys = self._app_state.keys
         headers, target = request_to_engine(scope, exchange.request_id, keys, model)
         headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
+        limits = model.settings.timeouts
         for replica in in_turn(model):
             replica.in_flight += 1
+            # `ws_connect` bounds the connection by its session's timeouts only.
+            session = aiohttp.ClientSession(
+                connector=self._app_state.session.connector,
+                connector_owner=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect or None),
+            )
             try:
-                connecting = self._app_state.session.ws_connect(
-                    URL(replica.address + target, encoded=True),
-                    headers=headers,
-                    protocols=scope["subprotocols"],
-                    max_msg_size=MESSAGE_BYTES,
-                    heartbeat=ENGINE_PING_S,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
-                )
-                limits = model.settings.timeouts
-                async with timeout(limits.idle or None):
-                    engine = await connecting
-            except aiohttp.ClientConnectorError as error:
+                async with timeout(limits.idle or None), session:
+                    engine = await session.ws_connect(
+                        URL(replica.address + target, encoded=True),
+                        headers=headers,
+                        protocols=scope["subprotocols"],
+                        max_msg_size=MESSAGE_BYTES,
+                        heartbeat=ENGINE_PING_S,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+                    )
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 replica.in_flight -= 1
                 if is_out_of_descriptors(error):
                     raise self._app_state.files.refusal("connecting to an engine") from None

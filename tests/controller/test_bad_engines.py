@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -106,6 +108,20 @@ def test_removed_model_streams_end_after_drain_timeout(drain_timeout: str | int)
             nothing = {"server": {"drain_timeout": drain_timeout}, "models": []}
             with front.reloaded(nothing), pytest.raises(httpx.RemoteProtocolError):
                 list(pieces)
+
+
+def test_request_of_removed_model_is_logged_with_code() -> None:
+    server = {"drain_timeout": 0}
+    with (
+        Engine() as engine,
+        Controller(config_for(engine, server=server)) as front,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        asked = threads.submit(front.complete, fake={"hang": "first"})
+        wait_until(lambda: engine.state()["in_flight"] == 1)
+        with front.reloaded({"server": server, "models": []}):
+            line = json.loads(front.wait_for_line(asked.result().headers["x-request-id"]))
+    assert (line["status"], line["error"]) == (503, "model_removed")
 
 
 def test_port_in_use_exits_1_and_names_process(tmp_path: Path) -> None:

@@ -312,3 +312,23 @@ def test_engine_may_respond_before_the_whole_body(front: Controller) -> None:
                     break
             assert (asked.result().status_code, asked.result().text) == (413, "too big")
             wait_until(lambda: buffered_bytes(early) == 0)
+
+
+@pytest.mark.slow
+def test_complete_response_during_upload_is_not_cancelled() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        config = {"models": [{"name": "m", "url": f"http://127.0.0.1:{server.getsockname()[1]}"}]}
+        with Controller(config) as early:
+            asked = pool.submit(early.complete, "m", pad="x" * 32 * MIB)
+            while True:
+                sock, _ = server.accept()
+                with sock:
+                    if not sock.recv(65536).startswith(
+                        b"POST"
+                    ):  # it looks whether the engine lives
+                        continue
+                    sock.sendall(b"HTTP/1.1 413 X\r\nContent-Length: 7\r\n\r\ntoo big")
+                    assert asked.result().status_code == 413
+                    line = json.loads(early.wait_for_line('"kind": "request"'))
+                    break
+    assert (line["status"], line["bytes"], line["cancelled"]) == (413, 7, False)

@@ -190,6 +190,14 @@ def test_anthropic_client_library_reads_the_errors(front: Controller) -> None:
             client.messages.create(model="m", max_tokens=1, messages=[])
 
 
+def test_trailers_are_no_headers(front: Controller, engine: Engine) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    body = b'Transfer-Encoding: chunked\r\n\r\ne\r\n{"model": "m"}\r\n0\r\n'
+    assert parts(raw(front.port, head + body + AUTH + b"\r\n"))[0] == 401
+    assert parts(raw(front.port, head + AUTH + body + b"X-Trailer: x\r\n\r\n"))[0] == 200
+    assert "x-trailer" not in {name.lower() for name, _ in engine.state()["headers"]}
+
+
 def test_openai_paths_keep_openai_error_format(front: Controller) -> None:
     for path in ("/v1/messagesx", "/v1/completions", "/v1/models"):
         assert "code" in front.post(path, {}).json()["error"]

@@ -127,10 +127,34 @@ def test_key_invalid_as_header_is_not_printed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "address", ["10.0.0.1:8080", "ftp://x", "http://", "http://a:b@c", "http://a:99999", "x"]
-)
+    "address",
+    [
+        "10.0.0.1:8080", "ftp://x", "http://", "http://a:b@c", "http://a:99999", "x",
+        "http://[::1", "http://[x]", "http://my host:8080", "http://a\x01b",
+    ],
+)  # fmt: skip
 def test_malformed_address_is_a_usage_error(address: str) -> None:
-    assert kvctl("--address", address, "list").exit_code == 2
+    failed = kvctl("--address", address, "list")
+    assert (failed.exit_code, "is not accepted" in failed.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("address", "server"),
+    [("http://[::1]", ("::1", 80)), ("https://[2001:db8::a]", ("2001:db8::a", 443))],
+)
+def test_ipv6_address_without_port_has_the_default(
+    address: str, server: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def refuse(server: tuple[str, int], *_: object) -> socket.socket:
+        asked.append(server)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    failed = kvctl("--address", address, "list")
+    assert (failed.exit_code, asked) == (1, [server])
+    assert f"{address} cannot be reached" in failed.stderr
 
 
 def test_local_only_command_lists_the_remote_ones() -> None:

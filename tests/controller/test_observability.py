@@ -29,6 +29,15 @@ def front(engine: Engine) -> Iterator[Controller]:
         yield front
 
 
+def samples(front: Controller) -> dict[tuple[str, ...], float]:
+    text = front.get("/metrics").text
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
 def test_metrics_count_requests_sleeps_and_wakes(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete(max_tokens=9)
@@ -37,16 +46,8 @@ def test_metrics_count_requests_sleeps_and_wakes(engine: Engine) -> None:
         front.post("/action/sleep/m")
         front.post("/action/wakeup/m")
 
-        def samples() -> dict[tuple[str, ...], float]:
-            text = front.get("/metrics").text
-            return {
-                (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-                for family in text_string_to_metric_families(text)
-                for sample in family.samples
-            }
-
-        wait_until(lambda: samples()["kvelastic_requests_total", "m", "engine_error"] == 1)
-        found = samples()
+        wait_until(lambda: samples(front)["kvelastic_requests_total", "m", "engine_error"] == 1)
+        found = samples(front)
         assert found["kvelastic_requests_total", "m", "ok"] == 1
         assert found["kvelastic_generated_tokens_total", "m"] == 9
         assert found["kvelastic_model_state", "m", "awake"] == 1
@@ -54,6 +55,13 @@ def test_metrics_count_requests_sleeps_and_wakes(engine: Engine) -> None:
         assert found["kvelastic_unrouted_requests_total",] == 1
         assert found["kvelastic_request_seconds_count", "m"] == 2
         assert found["kvelastic_request_seconds_bucket", "+Inf", "m"] == 2
+
+
+def test_engine_failure_before_its_response_is_engine_error(engine: Engine) -> None:
+    with Controller(config_for(engine)) as front:
+        assert front.complete(fake={"reset": True}).status_code == 502
+        wait_until(lambda: samples(front)["kvelastic_request_seconds_count", "m"] == 1)
+        assert samples(front)["kvelastic_requests_total", "m", "engine_error"] == 1
 
 
 def test_each_request_is_logged_as_one_json_line(front: Controller) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,6 +291,24 @@ def test_requests_wait_for_a_place_in_the_pool(front: Controller, pair: Pair) ->
             client.settimeout(DEADLINE_S)
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     assert len(pair.decode.state()["used"]) == 2
+
+
+def test_queued_prompt_does_not_wait_for_sleeping_pool(pair: Pair) -> None:
+    with Engine("vllm", "x") as other:
+        groups = [{"name": "g", "models": ["p", "x"], "at_once": 1}]
+        config = config_of(pair, {"max_in_flight": 1}, groups=groups, swap={"min_awake": 0})
+        config["models"].append({"name": "x", "engine": "vllm", "url": other.url})
+        with Controller(config) as front, ThreadPoolExecutor(3) as threads:
+            assert front.post("/action/sleep/x").json()["success"]
+            pair.prefill.change(fake={"hold": "prompt"})
+            asked = [threads.submit(front.complete) for _ in range(2)]
+            wait_until(lambda: front.get("/models").json()["models"]["p"]["queued"] == 1)
+            asked.append(threads.submit(front.complete, "x"))
+            wait_until(lambda: fallbacks(front) == {"paused": 1})
+            pair.prefill.release("prompt")
+            assert [each.result().status_code for each in asked] == [200] * 3
+            assert (front.state("p"), front.state("x")) == ("asleep", "awake")
+    assert len(pair.decode.state()["used"]) == 1
 
 
 def completion() -> bytes:

@@ -235,6 +235,20 @@ def test_unreachable_engine_is_503() -> None:
 
 
 @pytest.mark.slow
+def test_engine_connection_beyond_connect_timeout_is_503() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        socket.create_connection(full.getsockname()),  # Linux answers no further connections
+    ):
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        limits = {"connect": "50ms", "idle": "60s"}
+        config = {"models": [{"name": "m", "url": url, "timeouts": limits}]}
+        with Controller(config) as front, pytest.raises(InvalidStatus) as refused:
+            open_socket(front)
+    assert json.loads(refused.value.response.body)["error"]["code"] == "engine_unreachable"
+
+
+@pytest.mark.slow
 def test_keys_and_origins_are_checked(engine: Engine) -> None:
     def status(front: Controller, **more: Any) -> int:
         try:

@@ -131,3 +131,32 @@ def test_queued_requests_of_removed_model_are_503() -> None:
             answer = waiting.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_removed")
         one.release("w")
+
+
+@pytest.mark.slow
+def test_queued_request_with_old_served_name_is_503() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front, ThreadPoolExecutor(1) as pool:
+        assert front.post("/action/sleep/m").status_code == 200
+        engine.change(wake_hold="w")
+        waiting = pool.submit(front.complete)
+        wait_until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 1)
+        with front.reloaded(config_for(engine, model={"served_name": "other"})):
+            engine.release("w")
+            answer = waiting.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_changed")
+
+
+@pytest.mark.slow
+def test_reloaded_drain_timeout_applies_to_shutdown() -> None:
+    body = {"model": "m", "stream": True, "fake": {"hang": "stream"}}
+    with (
+        Engine() as engine,
+        Controller(config_for(engine, server={"drain_timeout": "1h"})) as front,
+        front.client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        pieces = response.iter_raw()
+        next(pieces)
+        front.write(config_for(engine, server={"drain_timeout": 0}))
+        answer = httpx.post(front.url + "/admin/reload", timeout=DEADLINE_S)
+        assert answer.json()["needs_restart"] == []
+        assert front.end() == 0

@@ -439,22 +439,53 @@ def test_configured_needs_bound_engines_without_instances(tmp_path: Path) -> Non
         assert "30.00 GiB reserved of gpu0, which has 24.00 GiB" in error["message"]
 
 
-def test_permanent_engines_start_in_turn_without_enough_memory(tmp_path: Path) -> None:
-    """Each is loaded once, and the idlest sleeps: vLLM's wake is faster than its start."""
-    models = on_demand(tmp_path, "a", "b", "c", on_demand=False)
+def of_vllm(tmp_path: Path, *names: str, needs: str, **launch: Any) -> dict[str, Any]:
+    """A configuration with launched fake vLLM engines on a device of 24 GiB without a ledger."""
+    models = on_demand(tmp_path, *names, **launch)
     for model in models:
         del model["instance"]
         model["engine"] = "vllm"
-        model["memory"] = {"needs": "10G"}
+        model["memory"] = {"needs": needs}
         model["launch"]["command"].remove("--instance")
         model["launch"]["command"].remove("--kind=openai")
-    config = {"models": models, "devices": {"gpu0": "24G"}, "swap": {"min_awake": 0}}
+    return {"models": models, "devices": {"gpu0": "24G"}, "swap": {"min_awake": 0}}
+
+
+def test_permanent_engines_start_in_turn_without_enough_memory(tmp_path: Path) -> None:
+    """Each is loaded once, and the idlest sleeps: vLLM's wake is faster than its start."""
+    config = of_vllm(tmp_path, "a", "b", "c", needs="10G", on_demand=False)
     with Controller(config) as front:
         wait_until(
             lambda: sorted(front.state(name) for name in "abc") == ["asleep", "awake", "awake"]
         )
         for name in "abc":
             assert front.complete(name).status_code == 200
+        assert front.end() == 0
+
+
+@pytest.mark.parametrize("is_on_demand", [False, True])
+def test_engine_killed_while_its_wake_waits_restarts(tmp_path: Path, is_on_demand: bool) -> None:
+    config = of_vllm(tmp_path, "a", "b", needs="16G", on_demand=is_on_demand, backoff="10ms")
+    config["sleep"] = {"check_every": "20ms"}
+    urls = {m["name"]: f"http://127.0.0.1:{m['launch']['port']}" for m in config["models"]}
+    with Controller(config) as front, ThreadPoolExecutor(1) as threads:
+        wait_until(lambda: "starting" not in map(front.state, "ab"))
+        assert front.complete("b").status_code == 200
+        httpx.post(urls["b"] + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
+        wait_until(lambda: front.state("b") == "asleep")
+        with held_stream(front, "a") as stream:
+            pieces = stream.iter_raw()
+            next(pieces)
+            asked = threads.submit(front.complete, "b")
+            wait_until(lambda: waiting_reason(front, "b"))
+            pid = pid_of(front, "b")
+            assert pid
+            psutil.Process(pid).kill()
+            wait_until(lambda: pid_of(front, "b") is None and waiting_reason(front, "b"))
+            httpx.post(urls["a"] + "/fake/release?name=h", timeout=DEADLINE_S)
+            b"".join(pieces)
+        wait_until(lambda: front.state("b") == "awake")
+        assert asked.result().status_code == (200 if is_on_demand else 503)
         assert front.end() == 0
 
 

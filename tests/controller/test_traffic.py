@@ -41,6 +41,12 @@ def test_old_requests_leave_the_window() -> None:
     assert traffic.requests == 2
 
 
+def test_each_failed_request_has_one_cause() -> None:
+    traffic = Traffic()
+    traffic.end(0.0, total_s=1, first_s=None, ok=False, cancelled=True, refused=True)
+    assert (traffic.failed, traffic.cancelled, traffic.refused) == (1, 1, 0)
+
+
 def test_reused_slot_is_cleared() -> None:
     traffic = Traffic()
     traffic.end(0.0, total_s=1, first_s=1, ok=True)
