@@ -63,8 +63,8 @@ class EnginePool:
         """Reserve memory, map the null block and start handling requests.
 
         `held_besides_bytes` is this process's device memory besides KV cache, mainly weights; on a
-        GPU, room for a step is added. `KVELASTIC_RESERVE` overrides both. Raises `GuaranteeError`
-        or `ReserveError` if the device has no room for the reserve.
+        GPU, room for a step is added. `KVELASTIC_RESERVE` overrides both. Raises `GuaranteeError`,
+        `ReserveError` or `OutOfMemoryError` if the device has no room.
         """
         reserve_bytes = settings.reserve
         if self.pool.name != _reserving.get(self.device.name):
@@ -75,7 +75,7 @@ class EnginePool:
             reserve_bytes = self.step_reserve.begin(held_besides_bytes)
         else:
             self.pool.reserve(reserve_bytes)
-        self.pool.blocks.ensure(1)
+        self.pool.map_null_block()
         self.pool.start_maintenance()
         _log.info(
             "%s of %s besides the KV cache are reserved.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -20,7 +21,12 @@ from kvelastic import _vmm
 from kvelastic.closing import Closing
 from kvelastic.config import Config
 from kvelastic.device.selection import Device, reserve_range
-from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
+from kvelastic.errors import (
+    DeviceUnavailableError,
+    DriverError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+)
 from kvelastic.pool.layout import PageLayout
 from kvelastic.shared import kvcached_segment, segment
 from kvelastic.shared.device_set import JoinedDevices, capacity_bytes, copies_by_device, join_all
@@ -35,6 +41,9 @@ _open_pools: set[ElasticPool] = set()
 
 FOREVER_S = -1.0
 """Native code's value for "no deadline" and "never"."""
+RESERVE_WAIT_S = _vmm.RECLAIM_RESERVE_WAIT_NS / 1e9
+"""How long a start or a wake waits for memory of other instances."""
+_ASK_AGAIN_S = 0.05
 
 
 def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
@@ -128,6 +137,25 @@ class ElasticPool(Closing):
         not release enough. Then nothing has changed on any device.
         """
         self._joined.reserve(size_bytes)
+
+    def map_null_block(self, timeout_s: float = RESERVE_WAIT_S) -> None:
+        """Map the page of the null block, which kernels access at any time.
+
+        Blocks for at most `timeout_s` while other instances release memory. Raises
+        `OutOfMemoryError`.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            seen = self.blocks.availability_epoch
+            if self.blocks.ensure(1):
+                return
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise OutOfMemoryError(
+                    f"there is no room for one page of {self.name}; `kvctl devices` shows who holds"
+                    " what. Put another model to sleep or lower its limit, then try again"
+                )
+            self.blocks.wait_for_epoch(seen, min(left_s, _ASK_AGAIN_S))
 
     def name_workers(self) -> None:
         """Register the ring's processes in their devices' ledgers, once all have attached.

@@ -15,7 +15,7 @@ from waiting import DEADLINE_S
 
 from kvelastic import _vmm, config
 from kvelastic.device.selection import Device
-from kvelastic.errors import ConfigError, ReserveError
+from kvelastic.errors import ConfigError, OutOfMemoryError, ReserveError
 from kvelastic.integration.sglang import in_scheduler
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.pool.engine_pool import EnginePool, device_for, open_engine_pool
@@ -117,6 +117,23 @@ def test_busy_toy_engine_gets_cached_pages_of_idle(
         engine.submit("again", prompts["r0"], 9)
         engine.finish()
         assert engine.answers["again"] == answer_of(prompts["r0"], 9)
+
+
+@pytest.mark.slow
+def test_start_waits_for_null_block_then_fails(stack: ExitStack) -> None:
+    """Kernels access the null block at any time: an engine without it would crash."""
+    neighbour = Toy(stack, wanted_blocks=None).begin()
+    blocks = neighbour.cache.pool.blocks
+    ids = blocks.alloc(blocks.available_size())
+    assert ids is not None
+    late = Toy(stack)
+    with pytest.raises(OutOfMemoryError, match=f"one page of {late.cache.pool.name}"):
+        late.begin()
+    assert late.cache.pool.blocks.mapped_bytes == 0
+    blocks.free(ids)
+    blocks.trim()
+    late.begin()
+    assert late.cache.pool.blocks.mapped_bytes == PAGE_BYTES
 
 
 def test_second_cache_of_a_process_is_numbered(stack: ExitStack) -> None:

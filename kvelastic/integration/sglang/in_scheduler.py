@@ -16,6 +16,7 @@ from kvelastic.integration.sglang import retraction
 from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+from kvelastic.pool.pool import RESERVE_WAIT_S
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
 from kvelastic.pool.scheduling.over_limit import OverLimit
 from kvelastic.pool.scheduling.waiting import WaitingRequests
@@ -359,7 +360,7 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
     if not request.tags:
         return ResumeMemoryOccupationReqOutput()
     if KV_CACHE_TAG in request.tags:
-        error = _wake(scheduler, None)
+        error = _wake(scheduler, RESERVE_WAIT_S)
         if error is not None:
             _log.error(
                 "The KV cache could not wake: %s Requests wait; each round tries again.", error
@@ -367,16 +368,17 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
     return original(updater, request)
 
 
-def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
+def _wake(scheduler: Any, timeout_s: float) -> KvelasticError | None:
     """Wake the pool. Returns an error if it stays asleep; a later round then tries again."""
     allocator, elastic = _allocator(scheduler), _elastic(scheduler)
     try:
         elastic.pool.blocks.wake(timeout_s)
+        elastic.pool.map_null_block(timeout_s)
     except KvelasticError as error:
+        elastic.pool.blocks.sleep()
         allocator.wakes_later = True
         return error
     allocator.wakes_later = False
-    elastic.pool.blocks.ensure(1)
     elastic.pool.segment.control_block.set_engine_asleep(False)
     return None
 

@@ -25,7 +25,7 @@ from kvelastic import _vmm, config
 from kvelastic.device import tested_gpus
 from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.device.selection import HOST, Device, host
-from kvelastic.errors import DeviceUnavailableError, OutOfMemoryError, UnsupportedEngineError
+from kvelastic.errors import DeviceUnavailableError, UnsupportedEngineError
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
@@ -108,13 +108,14 @@ class Instance:
     def wait_for_workers(self) -> None:
         """Block until every worker serves the ring and page 0, the null block's, is mapped.
 
-        Raises `ChannelError`, naming the rank, after `KVELASTIC_IPC_TIMEOUT`.
+        Raises `ChannelError`, naming the rank, after `KVELASTIC_IPC_TIMEOUT`, and
+        `OutOfMemoryError` if a device has no room for the page.
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
         ring.wait_for_workers(_timeout_s(self._settings))
         self._pool.name_workers()
-        self.blocks.ensure(1)
+        self._pool.map_null_block()
 
     def begin(self, held_bytes: Sequence[int]) -> None:
         """Start the maintenance thread: map pages ahead, handle requests, give memory to others.
@@ -194,13 +195,12 @@ class Instance:
         """
         start_s = time.monotonic()
         self.blocks.wake()
-        if self.is_on_gpu and not self.blocks.ensure(1):
-            self.blocks.sleep()
-            names = ", ".join(dict.fromkeys(device.name for device in self._devices))
-            raise OutOfMemoryError(
-                f"there is no room for one page of {self._pool.name} on {names}; kvctl devices "
-                "shows who holds what. Lower the limit of another model, and wake it again."
-            )
+        if self.is_on_gpu:
+            try:
+                self._pool.map_null_block()
+            except BaseException:
+                self.blocks.sleep()
+                raise
         _log.info("vLLM has woken the KV cache in %.0f ms.", (time.monotonic() - start_s) * 1e3)
 
     def open_tiers(
