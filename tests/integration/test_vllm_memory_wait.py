@@ -41,6 +41,7 @@ class Requests:
         self.finished_req_ids: set[str] = set()
         self.num_waiting_for_streaming_input = 1
         self.pause_state = 0
+        self.reserved_blocks = 0
         self.connector = None
         self.max_model_len = 1 << 20
         self.kv_cache_manager = SimpleNamespace(
@@ -52,6 +53,9 @@ class Requests:
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.requests) - len(self.running)
+
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        return self.reserved_blocks
 
     def schedule(self) -> SimpleNamespace:
         return self._engine.schedule()
@@ -225,6 +229,22 @@ def test_step_with_work_in_flight_prevents_backoff(starved) -> None:
     assert engine.turn()
     assert engine.pool.backoff.memory_wait is not None
     assert in_engine_core._backs_off(engine.core)
+
+
+def test_load_finds_memory_beside_prompts_in_progress(shared: TwoPools) -> None:
+    engine = Engine(shared.pools[0])
+    engine.scheduler.reserved_blocks = 3 * BLOCKS_PER_PAGE - 1  # whole pages, with the null block
+    left = []
+
+    def look_for_a_load() -> None:
+        reserved = engine.scheduler._inflight_prefill_reserved_blocks()
+        engine.pool.memory.prepare(reserved)
+        engine.pool.memory.prepare(WANTED)
+        left.append(engine.pool.get_num_free_blocks() - reserved)
+
+    engine.in_the_step = look_for_a_load
+    engine.turn()
+    assert left[0] >= WANTED
 
 
 def test_step_pins_blocks_given_back_while_it_is_scheduled(shared: TwoPools) -> None:

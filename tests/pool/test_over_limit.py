@@ -124,3 +124,18 @@ def test_requests_are_preempted_only_after_wait_time(
     assert watch.choose(read) == NOTHING
     pool.set_limit(2 * HUGE)
     assert watch.choose(read) == NOTHING, "it begins anew"
+
+
+@pytest.mark.parametrize(("kind", "is_enough"), [("ordered", True), ("strict", False)])
+def test_only_pins_of_steps_are_about_to_end(kind: str, is_enough: bool) -> None:
+    """A prefill engine holds blocks by strict pins, for as long as its decode engines need."""
+    layout = LAYOUTS["paged"]
+    pool = Memory(layout, 4).pool()
+    blocks = SchedulerBlocks(pool)
+    ids = blocks.take(4 * layout.blocks_per_page - 1)
+    assert ids is not None
+    pool.pin(ids, kind=kind)
+    blocks.give_back(ids)
+    watch = OverLimit(blocks, 0.0)
+    pool.set_limit(2 * HUGE)
+    assert watch.choose(list) == Choice([], is_enough)

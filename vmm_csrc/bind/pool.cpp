@@ -164,9 +164,9 @@ void with_ids(Pool& pool, Integers sequence) {
   }
 }
 
-std::vector<BlockId> pinned(const PoolState& pool) {
+std::vector<BlockId> pinned(const PoolState& pool, bool strict) {
   const PoolState::Look state(pool);
-  return state->accounting.blocks().waiting_ids();
+  return state->accounting.blocks().waiting_ids(strict);
 }
 
 PinKind pin_kind(std::string_view name) {
@@ -343,8 +343,13 @@ void bind_pool(nb::module_& m) {
            "End a pin. Blocks that were freed or cached in the meantime are free or cached now. "
            "Returns False if the pin had already ended.")
       .def(
-          "pinned", [](const Pool& pool) { return list_of(pinned(in_owner(pool).state)); },
-          "Return the ids of freed blocks that are still pinned.")
+          "pinned",
+          [](const Pool& pool, bool strict) {
+            return list_of(pinned(in_owner(pool).state, strict));
+          },
+          nb::kw_only(), "strict"_a = true,
+          "Return the ids of freed blocks that are still pinned. Without `strict`, leave out those "
+          "that have a strict pin, which may last.")
       .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
                    "The number of freed, still pinned blocks that alloc(reuse=True) could use.")
       .def("available_size", &from_state<&PoolState::available>,

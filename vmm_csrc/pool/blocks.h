@@ -189,8 +189,8 @@ class Blocks {
   void reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<EvictedBlock>& evicted);
   /// Waiting blocks that would become cached will be free instead; appends their ids.
   void evict_waiting(std::vector<EvictedBlock>& evicted);
-  /// Ids of the waiting blocks.
-  std::vector<BlockId> waiting_ids() const;
+  /// Ids of the waiting blocks; without `strict`, not of those with a strict pin.
+  std::vector<BlockId> waiting_ids(bool strict = true) const;
   /// Ends every pin; appends the ids of blocks that would have become cached.
   void drop_pins(std::vector<EvictedBlock>& evicted);
 

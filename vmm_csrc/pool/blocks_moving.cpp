@@ -75,9 +75,17 @@ void Blocks::evict_waiting(std::vector<EvictedBlock>& evicted) {
   }
 }
 
-std::vector<BlockId> Blocks::waiting_ids() const {
+std::vector<BlockId> Blocks::waiting_ids(bool strict) const {
   std::vector<BlockId> ids;
-  for (const std::uint32_t block : pins_.waiting_blocks()) ids.push_back(id_of(position_of(block)));
+  const auto see = [&](std::uint32_t block) {
+    ids.push_back(id_of(position_of(block)));
+    return true;
+  };
+  if (strict) {
+    for (const std::uint32_t block : pins_.waiting_blocks()) see(block);
+  } else {
+    pins_.each_reusable(see);
+  }
   return ids;
 }
 

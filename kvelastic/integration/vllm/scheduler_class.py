@@ -67,6 +67,19 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]  # vLLM has no type inf
             )
         return output
 
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        """Prepare memory for a load *beside* what vLLM reserves for prompts in progress.
+
+        vLLM admits the load if its blocks are free besides the reserved ones. It asks for the
+        number of each separately, so by itself only the larger of the two would be mapped.
+        """
+        reserved: int = super()._inflight_prefill_reserved_blocks()
+        pool = elastic_pool(self)
+        if pool is not None:
+            steps = getattr(self, "_spec_decode_step_blocks", 0)
+            pool.memory.headroom = self.kv_cache_manager.watermark_blocks + reserved + steps
+        return reserved
+
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """The workers have executed this step: release the blocks pinned for it."""
         pool = elastic_pool(self)

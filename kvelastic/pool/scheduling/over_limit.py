@@ -121,4 +121,6 @@ class OverLimit:
         def page_of(block: int) -> int:
             return block * geometry.block_bytes // geometry.extent_bytes
 
-        return choose_requests(excess_pages, used, self._blocks.held_back, read_holders(), page_of)
+        # Not those with a strict pin: a prefill engine holds them for a minute.
+        given_back = pool.pinned(strict=False)
+        return choose_requests(excess_pages, used, given_back, read_holders(), page_of)
