@@ -39,6 +39,10 @@ HOST_PAGE_SIZE_MB: Final = 2
 """Size of a huge page of the host."""
 
 
+MOST_NAME_BESIDE_KVCACHED: Final = 50
+"""Longest name of an instance that keeps kvcached's segment too; numbers of ranks are appended."""
+
+
 class Percent(NamedTuple):
     """A part of a device's capacity, 0 to 100."""
 
@@ -515,6 +519,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
                 values.setdefault("kvcached_segment", values["enabled"])
     _settle_reserved_pages(values)
     _check_guarantee(values)
+    _check_name(values)
     if values.get("enabled"):
         values["autopatch"] = True
     if environ.get("NO_COLOR"):  # https://no-color.org: any non-empty value
@@ -571,6 +576,17 @@ def _check_guarantee(values: dict[str, Any]) -> None:
         raise ConfigError(
             f"KVELASTIC_MIN={format_size(values['minimum'])} is above KVELASTIC_LIMIT; set it to"
             f" {format_size(limit)} or less."
+        )
+
+
+def _check_name(values: dict[str, Any]) -> None:
+    """Raise `ConfigError` if a name is too long for the segment beside kvcached's."""
+    name = values.get("ipc_name") or ""
+    if values.get("kvcached_segment") and len(name) > MOST_NAME_BESIDE_KVCACHED:
+        raise ConfigError(
+            f"KVELASTIC_IPC_NAME={name} is too long for an instance that keeps kvcached's segment:"
+            f" the other one is NAME_dp1.kvelastic; use at most {MOST_NAME_BESIDE_KVCACHED}"
+            " characters."
         )
 
 

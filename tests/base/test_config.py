@@ -296,6 +296,13 @@ def test_a_guarantee_above_the_limit_is_refused() -> None:
     assert load({"KVELASTIC_MIN": "2G", "KVELASTIC_LIMIT": "1%"}).minimum == 2 << 30
 
 
+def test_name_too_long_beside_kvcached_segment_is_refused() -> None:
+    assert load({"KVELASTIC_IPC_NAME": "n" * 64}).ipc_name == "n" * 64
+    assert load({"KVCACHED_IPC_NAME": "n" * 50, "ENABLE_KVCACHED": "1"}).kvcached_segment
+    with pytest.raises(ConfigError, match="use at most 50 characters"):
+        load({"KVCACHED_IPC_NAME": "n" * 51, "ENABLE_KVCACHED": "1"})
+
+
 def test_limit_resolves_against_a_capacity() -> None:
     assert load({}).limit_bytes(1000) is None
     assert load({"KVELASTIC_LIMIT": "80%"}).limit_bytes(1000) == 800
