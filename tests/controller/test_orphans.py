@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ ORPHAN = "--outlives-its-parent"
 @pytest.fixture(autouse=True)
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Records of this test's engines only, all of which end with it."""
+    forkserver.ensure_running()  # before TMPDIR is set, or it would end with the first test
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     yield tmp_path / f"kvelastic-controller-{os.geteuid()}"
