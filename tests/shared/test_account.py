@@ -246,6 +246,32 @@ def test_host_reserves_use_memory_outside_the_capacity_first() -> None:
 
 # --- processes ------------------------------------------------------------------------------------
 
+LINGERING = """
+import mmap, sys
+from kvelastic import _vmm
+from kvelastic.shared import ledger
+joined = ledger.join(
+    "host", group=sys.argv[1], capacity_bytes=64 << 20, total_bytes=64 << 20, name="a", uuid=b"a" * 16
+)
+joined.member.grant(1, 2 << 20)
+path = joined.path
+joined.member.linger()
+joined.linger()
+del joined
+with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+    (entry,) = _vmm.read_ledger(memory)["members"]
+    byte = _vmm.ledger_liveness_byte(entry["slot"], entry["incarnation"], 0)
+    print(entry["granted_bytes"], _vmm.liveness_of(file.fileno(), byte))
+"""
+
+
+def test_lingering_member_counts_as_alive() -> None:
+    """To another container, which sees the lock and not the process."""
+    ended = run_python("-c", LINGERING, f"kvlinger-{os.getpid()}")
+    assert ended.stdout == f"{2 << 20} alive\n"
+    ledger.reap()
+
+
 EMBEDDED = """
 import sys
 from kvelastic import errors

@@ -116,7 +116,7 @@ Result<LivenessLock::Attempt> LivenessLock::hold(const LivenessFile& file, std::
 
 LivenessLock::~LivenessLock() {
   // In a child, this address may hold another mapping, for example the child's own lock.
-  if (held_by_.is_this()) ::munmap(mapping_, system_page_bytes());
+  if (!is_kept_ && held_by_.is_this()) ::munmap(mapping_, system_page_bytes());
 }
 
 LivenessCheck::LivenessCheck(int fd) : fd_(is_tmpfs(fd) ? fd : -1) {}

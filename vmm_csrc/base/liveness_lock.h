@@ -77,7 +77,10 @@ class LivenessLock {
   /// file or the system refuses (no descriptor, no memory).
   static Result<Attempt> hold(const LivenessFile& file, std::uint64_t byte, Children children);
 
-  /// Frees the byte. In a forked child it does nothing.
+  /// The byte stays locked until the process has ended.
+  void keep() { is_kept_ = true; }
+
+  /// Frees the byte, unless it is kept. In a forked child it does nothing.
   ~LivenessLock();
   LivenessLock(const LivenessLock&) = delete;
   LivenessLock& operator=(const LivenessLock&) = delete;
@@ -87,6 +90,7 @@ class LivenessLock {
 
   void* const mapping_;
   const OwnProcess held_by_;
+  bool is_kept_ = false;
 };
 
 /// Queries the locks of one file, at about 1 us per query. Any thread.

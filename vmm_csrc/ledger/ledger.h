@@ -302,7 +302,11 @@ class LedgerMember final : public PageGrant {
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() override {
-    if (!lingers_) leave();
+    if (!lingers_) {
+      leave();
+    } else if (liveness_lock_) {
+      liveness_lock_->keep();  // or others would take its grant for that of a dead process
+    }
   }
   LedgerMember(const LedgerMember&) = delete;
   LedgerMember& operator=(const LedgerMember&) = delete;
