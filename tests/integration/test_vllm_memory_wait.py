@@ -247,7 +247,7 @@ def test_load_finds_memory_beside_prompts_in_progress(shared: TwoPools) -> None:
     assert left[0] >= WANTED
 
 
-def test_step_pins_blocks_given_back_while_it_is_scheduled(shared: TwoPools) -> None:
+def test_blocks_given_back_while_scheduling_are_pinned(shared: TwoPools) -> None:
     """The step may copy from them, as for a partial block that two requests share."""
     engine = Engine(shared.pools[0])
     given_back: set[int] = set()

@@ -251,7 +251,8 @@ import mmap, sys
 from kvelastic import _vmm
 from kvelastic.shared import ledger
 joined = ledger.join(
-    "host", group=sys.argv[1], capacity_bytes=64 << 20, total_bytes=64 << 20, name="a", uuid=b"a" * 16
+    "host", group=sys.argv[1], capacity_bytes=64 << 20, total_bytes=64 << 20, name="a",
+    uuid=b"a" * 16,
 )
 joined.member.grant(1, 2 << 20)
 path = joined.path

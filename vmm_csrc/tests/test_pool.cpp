@@ -208,7 +208,7 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   pool.background.on_work(nullptr);
 }
 
-TEST(no_page_is_mapped_while_the_null_block_moves) {
+TEST(no_page_is_mapped_before_the_null_block) {
   auto backing = std::make_shared<GatedBacking>(host_range(geometry()));
   auto made = Pool::create(geometry(), backing, options());
   REQUIRE(static_cast<bool>(made));
