@@ -174,7 +174,7 @@ class Link:
 
         Blocks for at most `timeout_s` seconds. The sources must not change until this returns.
         Raises the same errors as `pull`. After `ChannelTimeoutError` the peer may still write to
-        the targets: later pushes of this link wait until it has stopped.
+        the targets: later pushes to it wait until it has stopped.
         """
         for size_bytes in self._copied(self._push_once, sources, targets, timeout_s, claim):
             self.count("pushed_bytes", size_bytes)

@@ -503,6 +503,7 @@ class Node(Closing):
         size_bytes = _held_at_once(push.targets)
         if _vmm.bytes_of_pieces(push.sources) != size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
+        self._wait_for_ended_pushes(link.peer_id)
         # The targets are held as long as under a lease, so the same bound applies.
         deadline_s = min(deadline_s, time.monotonic() + self.lease_s)
         # The holds end first, so that `unregister` waits for them too.
@@ -520,6 +521,13 @@ class Node(Closing):
             link.settle(push.lease, checksum, deadline_s)
             link.count("peer_pushed_bytes", size_bytes)
         return Done()
+
+    def _wait_for_ended_pushes(self, peer_id: int) -> None:
+        """Wait for pushes of the peer's earlier links, which may write to the same targets."""
+        with self._lock:
+            ended = [link.threads.pushes for link in self._ended if link.peer_id == peer_id]
+        for pushes in ended:
+            pushes.shutdown()
 
     def _set_timer(self) -> None:
         """Start the timer that expires leases. One timer serves every lease."""
