@@ -27,7 +27,12 @@ from typing import Any, Final
 import numpy as np
 
 from kvelastic.config import Config, load
-from kvelastic.errors import InvalidArgumentError, MessageError, NotInitializedError
+from kvelastic.errors import (
+    InvalidArgumentError,
+    MessageError,
+    NotInitializedError,
+    TransferError,
+)
 from kvelastic.flexkv.cache.cache_engine import (
     GlobalCacheEngine,
     Plan,
@@ -268,7 +273,11 @@ class KVTaskEngine(Calls):
         if isinstance(call, calls.Wait):
             return self._wait(call, owner)
         if isinstance(call, calls.Cancel):
-            self._cancel(call.task_ids, owner)
+            if late := self._cancel(call.task_ids, owner):
+                raise TransferError(
+                    f"copies of the tasks {late} have not ended, so their blocks are in use; cancel"
+                    " these tasks again before you use the blocks"
+                )
         elif isinstance(call, calls.Reset):
             self._reset()
         else:
@@ -437,7 +446,8 @@ class KVTaskEngine(Calls):
         for task in tasks:
             task.status = TaskStatus.RUNNING
 
-    def _cancel(self, task_ids: Iterable[int], owner: int | None = None) -> None:
+    def _cancel(self, task_ids: Iterable[int], owner: int | None = None) -> list[int]:
+        """Cancel tasks. Return those with a copy that does not end, so that blocks are in use."""
         running = []
         with self._lock:
             self._pump()
@@ -454,9 +464,14 @@ class KVTaskEngine(Calls):
                     running.append(task)
                 if not task.is_over:
                     self._end(task, TaskStatus.CANCELLED)
-        for task in running:
-            if not self.transfer_engine.cancel(task.plan.graph.graph_id):
-                _log.warning("a copy of task %d does not end; its blocks are in use", task.task_id)
+        late = [
+            task.task_id
+            for task in running
+            if not self.transfer_engine.cancel(task.plan.graph.graph_id)
+        ]
+        if late:
+            _log.warning("copies of the tasks %s do not end; their blocks are in use", late)
+        return late
 
     # --- waiting -------------------------------------------------------------------------------
 

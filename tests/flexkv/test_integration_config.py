@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvelastic.errors import ChannelClosedError, ConfigError, UnsupportedError
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    ConfigError,
+    UnsupportedError,
+)
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.integration.stats import FlexKVStats
 from kvelastic.flexkv.integration.utils import cdiv
+from kvelastic.flexkv.integration.vllm import scheduler_side
+from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
 
 
 def vllm(**more: Any) -> SimpleNamespace:
@@ -161,8 +169,9 @@ class Manager:
     """A KVManager whose server goes and comes."""
 
     def __init__(self) -> None:
-        self.is_away = False
+        self.error: ChannelError | None = None
         self.asked = 0
+        self.cancelled: list[int] = []
         self.statuses: dict[int, KVResponseStatus] = {}
 
     def reconnect(self) -> None:
@@ -171,8 +180,10 @@ class Manager:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
             self.asked += 1
-            if self.is_away:
-                raise ChannelClosedError("the server has gone")
+            if self.error is not None:
+                raise self.error
+            if name == "cancel":
+                self.cancelled += arguments[0]
             if name in ("get_match", "put_match"):
                 return 5, np.ones(len(arguments[0]), np.bool_)
             if name == "try_wait":
@@ -183,14 +194,14 @@ class Manager:
 
 
 @pytest.fixture
-def scheduler() -> Any:
-    from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
-
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(scheduler_side, "_AWAY_S", float("inf"))
     one: Any = FlexKVSchedulerConnector.__new__(FlexKVSchedulerConnector)
     one._block_size = 4
     one._stats = FlexKVStats()
     one._tasks = {}
-    one._away_until_s, one._failed_blocks = 0.0, set()
+    one._away_until_s = one._silent_until_s = 0.0
+    one._failed_blocks, one._to_cancel = set(), set()
     one._manager = Manager()
     return one
 
@@ -236,7 +247,7 @@ def test_failed_load_finishes_after_worker_reports_blocks(scheduler: Any) -> Non
 
 def test_missing_server_fails_loads_and_finds_nothing(scheduler: Any) -> None:
     loading(scheduler)
-    scheduler._manager.is_away = True
+    scheduler._manager.error = ChannelClosedError("the server has gone")
     answer = output()
     scheduler.update_connector_output(answer)
     assert scheduler.take_failed_blocks() == {7, 8, 9}
@@ -244,6 +255,54 @@ def test_missing_server_fails_loads_and_finds_nothing(scheduler: Any) -> None:
     asked = scheduler._manager.asked
     assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
     assert scheduler._manager.asked == asked, "a server that is away is not asked each time"
+
+
+def test_silent_server_keeps_the_blocks_of_its_tasks(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_side, "_ended_well", lambda request: True)
+    manager = scheduler._manager
+    assert scheduler.request_finished(request(13), [7, 8, 9]) == (True, None)
+    scheduler.launch()
+    manager.error = ChannelTimeoutError("no reply in 30 s")
+    silent, again, ended = output(), output(), output()
+    scheduler.update_connector_output(silent)
+    assert silent.finished_sending == set(), "it may copy these blocks later"
+    asked = manager.asked
+    scheduler.update_connector_output(again)
+    assert again.finished_sending == set()
+    assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
+    assert manager.asked == asked, "each call would delay the engine"
+    manager.error, manager.statuses = None, {5: KVResponseStatus.SUCCESS}
+    scheduler._silent_until_s = 0.0
+    scheduler.update_connector_output(ended)
+    assert ended.finished_sending == {"r1"}
+
+
+def test_undelivered_cancels_are_sent_again(scheduler: Any) -> None:
+    manager = scheduler._manager
+    scheduler.get_num_new_matched_tokens(request(), 4)
+    manager.error = ChannelTimeoutError("no reply in 30 s")
+    scheduler.launch()
+    manager.error = None
+    scheduler.launch()
+    assert manager.cancelled == [], "the server is not called again so soon"
+    scheduler._away_until_s = 0.0
+    scheduler.launch()
+    scheduler.launch()
+    assert manager.cancelled == [5]
+
+
+def test_task_is_over_once_its_cancel_is_delivered(scheduler: Any) -> None:
+    loading(scheduler)
+    scheduler._manager.statuses = {5: KVResponseStatus.UNREADY}
+    scheduler._away_until_s = float("inf")
+    scheduler.update_connector_output(output())
+    assert scheduler.take_failed_blocks() == set(), "its launch may still come"
+    scheduler._away_until_s = 0.0
+    scheduler.update_connector_output(output())
+    assert scheduler._manager.cancelled == [5]
+    assert scheduler.take_failed_blocks() == {7, 8, 9}
 
 
 def test_unused_match_is_cancelled(scheduler: Any) -> None:

@@ -30,6 +30,7 @@ from kvelastic.errors import (
     ConfigError,
     InvalidArgumentError,
     NotInitializedError,
+    TransferError,
     UnsupportedError,
 )
 from kvelastic.flexkv.cache.cache_engine import GlobalCacheEngine
@@ -789,6 +790,30 @@ def test_cancelled_running_get_writes_no_blocks(with_disk: Engine) -> None:
     go_on.set()
     assert with_disk.manager.task_engine.transfer_engine.drain(SOON_S)
     assert not with_disk.tensor.any(), "a cancelled load has written to a block"
+
+
+def test_cancel_during_an_endless_copy_names_the_task(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers = engine.manager.task_engine.transfer_engine
+    copy_out, cancel = transfers.gpu_worker.copy_out, transfers.cancel
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        copying.set()
+        assert go_on.wait(SOON_S)
+        copy_out(*arguments)
+
+    monkeypatch.setattr(transfers.gpu_worker, "copy_out", slow)
+    task, _ = engine.manager.put_match(prompt(1, 4))
+    engine.manager.launch(task, slots_of(range(4)))
+    assert copying.wait(SOON_S)
+    timeouts = iter([0.0, SOON_S])
+    monkeypatch.setattr(transfers, "cancel", lambda graph_id: cancel(graph_id, next(timeouts)))
+    with pytest.raises(TransferError, match=rf"the tasks \[{task}\] have not ended"):
+        engine.manager.cancel(task)
+    go_on.set()
+    engine.manager.cancel(task)
 
 
 def test_cancel_ignores_unknown_ids(engine: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import select
@@ -26,6 +28,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
+    ChannelTimeoutError,
     ConfigError,
     InvalidArgumentError,
     KvelasticError,
@@ -38,10 +41,11 @@ from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.memory_handle import TensorDescription, shared_zeros
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus, Mask
-from kvelastic.flexkv.server import process
+from kvelastic.flexkv.server import process, rank_client
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server import server as server_module
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
+from kvelastic.flexkv.server.registration import Registrations
 from kvelastic.flexkv.server.server import KVServer
 from kvelastic.flexkv.server.utils import (
     default_endpoint,
@@ -49,7 +53,7 @@ from kvelastic.flexkv.server.utils import (
     socket_address,
 )
 from kvelastic.flexkv.transfer.shared_blocks import DeviceSpan, SharedBlocks
-from kvelastic.messages import parse_address
+from kvelastic.messages import Address, Connection, Endpoint, Request, parse_address
 from kvelastic.messages.frames import Kind
 
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)
@@ -290,6 +294,66 @@ def test_rank_registers_with_later_and_restarted_servers(tmp_path: Path) -> None
         server.close()
         wait_until(lambda: not rank._is_registered)
     rank.close()
+
+
+def test_rank_registers_after_a_connect_without_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s_gpu_register"
+    connect, timed_out = Endpoint.connect, threading.Event()
+
+    def impatient(endpoint: Endpoint, address: Address, timeout_s: float = 5.0) -> Connection:
+        try:
+            return connect(endpoint, address, timeout_s if timed_out.is_set() else 0.0)
+        except ChannelTimeoutError:
+            timed_out.set()
+            raise
+
+    monkeypatch.setattr(Endpoint, "connect", impatient)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))
+        deaf.listen()
+        rank = KVTPClient(f"ipc://{path}")
+        rank.register_to_server(list(shared_zeros(SHAPE, "float16")), block_axis=1)
+        assert timed_out.wait(DEADLINE_S)
+    path.unlink()
+    server = KVServer(MODEL, CACHE, server_recv_port=f"ipc://{tmp_path}/s")
+    rank.wait_until_registered(DEADLINE_S)
+    rank.close()
+    server.close()
+
+
+def test_rank_registers_after_a_shortage_of_descriptors(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, attempts = Endpoint.connect, itertools.count()
+
+    def connect_later(*arguments: Any) -> Connection:
+        if next(attempts) == 0:
+            raise ChannelError("no socket") from OSError(errno.EMFILE, "none left")
+        return connect(*arguments)
+
+    monkeypatch.setattr(Endpoint, "connect", connect_later)
+    rank, _ = started.rank()
+    rank.wait_until_registered(DEADLINE_S)
+
+
+def test_rank_registers_again_if_its_registration_times_out(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = Registrations.receive
+
+    def receive_later(registrations: Registrations, request: Request) -> bool:
+        if isinstance(request.message, messages.RegisterTPClient) and not rank_client.ANSWER_S:
+            monkeypatch.setattr(rank_client, "ANSWER_S", DEADLINE_S)
+            return True  # it gets no reply
+        return receive(registrations, request)
+
+    monkeypatch.setattr(rank_client, "ANSWER_S", 0.0)
+    monkeypatch.setattr(Registrations, "receive", receive_later)
+    rank, _ = started.rank()
+    rank.wait_until_registered(DEADLINE_S)
+    wait_until(lambda: len(rank._endpoint.connections) == 1)
 
 
 def test_missing_server_error_names_the_endpoint_variable(tmp_path: Path) -> None:

@@ -234,7 +234,8 @@ class Calls(ABC):
 
         A task that was not launched releases its leases and space. A running task starts no further
         copy, and the call waits for a copy in progress. When the call returns, the caller may reuse
-        the blocks.
+        the blocks. Raises `TransferError`, which names the tasks, if a copy does not end within
+        five seconds. Its blocks are still in use: cancel the task again.
         """
         self.ask(Cancel(task_id_list(task_ids)), self.dp_client_id)
 

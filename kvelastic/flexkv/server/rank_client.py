@@ -22,6 +22,7 @@ from kvelastic.errors import (
     KvelasticError,
     MessageError,
     UnsupportedError,
+    is_out_of_descriptors,
 )
 from kvelastic.flexkv.common import process_mappings
 from kvelastic.flexkv.common.memory_handle import TensorDescription, TensorSharedHandle, describe
@@ -47,17 +48,19 @@ def connect_when_there(
     deadline_s: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Connection:
-    """Wait until a server listens at `address`, and return a connection to it.
+    """Wait until a server replies at `address`, and return a connection to it.
 
     Polls every 50 ms, because the kernel does not report a new listener. Raises
-    `ChannelTimeoutError` if no server listens by `deadline_s` (of `time.monotonic`), and
+    `ChannelTimeoutError` if no server replies by `deadline_s` (of `time.monotonic`), and
     `ChannelError` once `is_over` returns True.
     """
     say_at_s = time.monotonic() + _SAY_AFTER_S
     while True:
         try:
             return endpoint.connect(address)
-        except ChannelClosedError as error:  # noqa: PERF203  # sleeps between attempts
+        except ChannelError as error:  # noqa: PERF203  # sleeps between attempts
+            if not _may_pass(error):
+                raise
             if is_over():
                 raise ChannelError("this client is closed") from error
             if time.monotonic() >= deadline_s:
@@ -67,8 +70,14 @@ def connect_when_there(
                 ) from error
             if time.monotonic() >= say_at_s:
                 say_at_s = float("inf")
-                _log.info("Waiting for a server at %s.", address)
+                _log.info("Waiting for a server at %s: %s.", address, error)
             time.sleep(_AGAIN_S)
+
+
+def _may_pass(error: KvelasticError) -> bool:
+    """Whether the same call may succeed later: the server has not refused it."""
+    is_absence = isinstance(error, (ChannelClosedError, ChannelTimeoutError))
+    return is_absence or is_out_of_descriptors(error)
 
 
 class KVTPClient:
@@ -288,9 +297,10 @@ class KVTPClient:
                     self._endpoint, self._address, float("inf"), lambda: self._is_closed
                 )
                 self._register(connection)
-            except ChannelClosedError:
-                continue  # the server ended: wait for its successor
             except KvelasticError as error:
+                if _may_pass(error):  # the server ended: wait for its successor
+                    time.sleep(_AGAIN_S)
+                    continue
                 if not self._is_closed:
                     _log.error("the server at %s refuses this rank: %s", self._address, error)
                 self._settle(failure=error)
@@ -314,9 +324,13 @@ class KVTPClient:
 
     def _register(self, connection: Connection) -> None:
         assert self._message is not None
-        for memory in self._memories:  # tensors refer to them by their index
-            connection.notify(messages.AddMemory(memory.is_elastic), descriptors=[memory.fd])
-        connection.call(self._message, ANSWER_S)
+        try:
+            for memory in self._memories:  # tensors refer to them by their index
+                connection.notify(messages.AddMemory(memory.is_elastic), descriptors=[memory.fd])
+            connection.call(self._message, ANSWER_S)
+        except BaseException:
+            connection.close()
+            raise
 
     def _settle(
         self, *, is_registered: bool = False, failure: KvelasticError | None = None

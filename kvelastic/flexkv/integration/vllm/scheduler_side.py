@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from kvelastic.errors import ChannelError, EngineError, KvelasticError, NotInitializedError
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    EngineError,
+    KvelasticError,
+    NotInitializedError,
+)
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.integration.stats import FlexKVStats
@@ -30,7 +37,7 @@ _READY_S: Final = 600.0
 _LOOK_S: Final = 0.05
 _SAY_EVERY_S: Final = 10.0
 _AWAY_S: Final = 5.0
-"""How long a missing server is not called again."""
+"""How long a missing or silent server is not called again."""
 _UNREADY: Final = KVResponseStatus.UNREADY
 
 
@@ -62,7 +69,9 @@ class FlexKVSchedulerConnector:
         self._tasks: dict[int, _Task] = {}
         self._failed_blocks: set[int] = set()
         """Blocks of failed loads that no worker knows of."""
-        self._away_until_s = 0.0
+        self._to_cancel: set[int] = set()
+        """Tasks to cancel. An id stays until the server has replied to its cancel."""
+        self._away_until_s = self._silent_until_s = 0.0
         self._manager = KVManager(
             config.model_config,
             config.cache_config,
@@ -123,7 +132,7 @@ class FlexKVSchedulerConnector:
             return None
         task_id, found = matched
         if not found.any():
-            self._try(lambda: self._manager.cancel([task_id]))
+            self._cancel([task_id])
             return None
         task = _Task(task_id, kind, request, int(np.count_nonzero(found)), int(found.argmax()))
         self._tasks[task_id] = task
@@ -176,14 +185,23 @@ class FlexKVSchedulerConnector:
         unused = [task.task_id for task in self._in("matched")]
         for task_id in unused:
             del self._tasks[task_id]
-        if unused:
-            self._try(lambda: self._manager.cancel(unused))
+        self._cancel(unused)
         tasks = self._in("bound")
         for task in tasks:
             task.state = "running"
         if tasks:
             ids, slots = [task.task_id for task in tasks], [self._slots(task) for task in tasks]
             self._try(lambda: self._manager.launch(ids, slots))
+
+    def _cancel(self, task_ids: Iterable[int]) -> None:
+        """Cancel tasks, and those whose earlier cancel failed."""
+        self._to_cancel |= set(task_ids)
+        if self._to_cancel:
+            self._try(self._send_cancel)
+
+    def _send_cancel(self) -> None:
+        self._manager.cancel(self._to_cancel)
+        self._to_cancel.clear()
 
     def _slots(self, task: _Task) -> np.ndarray[Any, np.dtype[np.int64]]:
         starts = np.asarray(task.block_ids, np.int64) * self._block_size
@@ -222,20 +240,25 @@ class FlexKVSchedulerConnector:
     def _over(self) -> dict[int, bool]:
         """Return the ended tasks, and for each whether all blocks were copied."""
         running = [task.task_id for task in self._in("running")]
-        if not running:
+        if not running or time.monotonic() < self._silent_until_s:
             return {}
         try:
             found = self._manager.try_wait(running)
-        except (ChannelError, NotInitializedError):
+        except (ChannelClosedError, NotInitializedError):
             # A server that has ended copies nothing further.
             return dict.fromkeys(running, False)
+        except ChannelError as error:
+            # A server that does not reply may still copy.
+            self._away_until_s = self._silent_until_s = time.monotonic() + _AWAY_S
+            _log.warning("%d requests wait for their copies: %s.", len(running), error)
+            return {}
         unready = [one for one, answer in found.items() if answer.status is _UNREADY]
         if unready:  # its launch was refused
-            self._try(lambda: self._manager.cancel(unready))
+            self._cancel(unready)
         return {
             task_id: response.status is KVResponseStatus.SUCCESS
             for task_id, response in found.items()
-            if task_id in self._tasks
+            if task_id in self._tasks and task_id not in self._to_cancel
         }
 
     def take_events(self) -> tuple[()]:
@@ -259,13 +282,12 @@ class FlexKVSchedulerConnector:
 
     def _try(self, call: Any) -> Any:
         """Make a call; return None if the server is missing or refuses."""
-        now_s = time.monotonic()
-        if now_s < self._away_until_s:
+        if time.monotonic() < self._away_until_s:
             return None
         try:
             return call()
         except (ChannelError, NotInitializedError) as error:
-            self._away_until_s = now_s + _AWAY_S
+            self._away_until_s = time.monotonic() + _AWAY_S
             _log.warning("Nothing is kept or found for now: %s.", error)
             self._manager.reconnect()
         except KvelasticError as error:
