@@ -102,6 +102,8 @@ class Executor:
         self._serial = 0
         self._runs: set[Run] = set()
         self._is_closing = False
+        self._awaited_only = 0
+        """Number of `only_awaited` contexts."""
         self._due: list[Callable[[], None]] = []
         """Callbacks of runs that have completed under the lock. See `_settling`."""
         self._pool_workers = {
@@ -143,6 +145,8 @@ class Executor:
         self.look()
         with self._settling():
             self._runs.add(run)
+            if self._awaited_only:
+                self._drop_unawaited(run)
             ready = run.states.ready()
             if self._is_closing:
                 self._cancel(run)
@@ -217,6 +221,17 @@ class Executor:
         return self.wait(
             timeout_s, lambda: not self._runs and not any(w.running for w in self._all_workers)
         )
+
+    @contextmanager
+    def only_awaited(self) -> Iterator[None]:
+        """Return a context in which new transfers drop the operations that are not awaited."""
+        with self._changed:
+            self._awaited_only += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited_only -= 1
 
     def settle_unawaited(self, timeout_s: float) -> bool:
         """Cancel pending operations that are not awaited, then wait until no store is written to.

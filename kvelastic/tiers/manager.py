@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -350,9 +350,9 @@ class Tiers:
     def _quiet(self) -> Iterator[None]:
         """Return a context in which no record is written to any store.
 
-        On entry it pauses demotion and waits for running writes.
+        On entry it pauses demotion and waits for running writes. Loads do not promote records.
         """
-        with self._demoter.paused():
+        with self._demoter.paused(), self._executor.only_awaited():
             if not self._executor.settle_unawaited(ERASE_S):
                 _log.warning(
                     "a tier that is being written to did not answer; it is erased around that"
@@ -515,14 +515,22 @@ class Tiers:
                 return []
             self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        for close in self._users:
-            close()
-        left = [] if self._behind.close(timeout_s) else ["copies to farther tiers"]
-        left += [] if self._demoter.close(timeout_s) else ["demotion"]
-        self._lookup.close(timeout_s)
-        for caller in self._callers:
-            caller.close(0.0)
-        return left + self._executor.close(timeout_s)
+        left: list[str] = []
+
+        def end(name: str, close: Callable[[float], bool]) -> None:
+            if not close(timeout_s):
+                left.append(name)
+
+        with ExitStack() as closing:  # in reverse order; closes the others too if one raises
+            closing.callback(lambda: left.extend(self._executor.close(timeout_s)))
+            for caller in self._callers:
+                closing.callback(caller.close, 0.0)
+            closing.callback(self._lookup.close, timeout_s)
+            closing.callback(end, "demotion", self._demoter.close)
+            closing.callback(end, "copies to farther tiers", self._behind.close)
+            for close in reversed(self._users):
+                closing.callback(close)
+        return left
 
 
 def _problem_of(store: Store) -> KvelasticError | None:

@@ -9,20 +9,22 @@ The pool can evict a block as soon as one tier has it, so a shrinking pool does 
 The farther tiers get the block from that tier: store -> staging -> stores. There is one transfer at
 a time, which uses at most a quarter of the staging slots. Copying continues while the pool sleeps.
 If the source tier evicts a block before its turn, the block is not copied. If all tiers that a
-block must be copied to are stalled, the block waits.
+block must be copied to are stalled, the block waits, and later blocks for other tiers go ahead.
 
 There is one lock, which is taken before the executor's. All methods are thread-safe.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
+from kvelastic.logs import log_once
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.graph import farther_graph
@@ -43,9 +45,20 @@ evicts the oldest of them."""
 class _Copy(NamedTuple):
     """The pending copies of one key."""
 
-    parent: bytes
     source: int
     targets: tuple[int, ...]
+    number: int
+    """Position of the key in the order of `add`."""
+    parent: bytes
+
+
+_Queue = dict[bytes, _Copy]
+"""Pending copies by key, with the same source and targets, oldest first."""
+
+
+def _oldest(queues: Iterable[_Queue]) -> _Queue:
+    """Return the queue with the oldest copy. Some queue must have one."""
+    return min(filter(None, queues), key=lambda queue: next(iter(queue.values())).number)
 
 
 class WriteBehind:
@@ -72,11 +85,13 @@ class WriteBehind:
         self._batch = max(1, min(_MOST_BATCH, slots // (4 * _BATCHES)))
         self._batches = max(1, min(_BATCHES, slots // 4 // self._batch))
         self._changed = threading.Condition()
-        self._waiting: dict[bytes, _Copy] = {}
-        """Pending copies by key, oldest first, without those of the running transfer."""
-        self._open: dict[bytes, _Copy] = {}
+        self._waiting: dict[tuple[int, tuple[int, ...]], _Queue] = {}
+        """Pending copies by source and targets, without those of the running transfer."""
+        self._numbers = itertools.count()
+        self._open: _Queue = {}
         self._run: Run | None = None
-        self._is_stalled = False
+        self._taking: Set[int] = frozenset()
+        """Last result of `tiers`, or of an `add`."""
         self._pauses = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -94,6 +109,7 @@ class WriteBehind:
         continue. Never waits for a medium.
         """
         with self._changed:
+            self._taking = frozenset(tiers)
             for at, (key, there) in enumerate(zip(keys, stored, strict=True)):
                 if not there:
                     continue
@@ -101,25 +117,43 @@ class WriteBehind:
                 targets = tuple(tier for tier in tiers if tier > source and tier not in there)
                 if targets and key not in self._open:
                     parent = NO_KEY if parents is None else parents[at]
-                    self._waiting[key] = _Copy(parent, source, targets)
-            while self._held is not None and len(self._waiting) > self._held:
-                del self._waiting[next(iter(self._waiting))]  # the nearest tier has evicted it
-            if self._waiting and self._thread is None and not self._is_closing:
-                self._thread = threading.Thread(
-                    target=self._work, name="kvelastic-behind", daemon=True
-                )
-                self._thread.start()
+                    for queue in self._waiting.values():
+                        queue.pop(key, None)
+                    self._enqueue(key, _Copy(source, targets, next(self._numbers), parent))
+            while self._held is not None and self._count() > self._held:
+                oldest = _oldest(self._waiting.values())
+                del oldest[next(iter(oldest))]  # the nearest tier has evicted it
+            if self._count() and self._thread is None and not self._is_closing:
+                self._start_thread()
             self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name="kvelastic-behind", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            log_once(
+                logging.WARNING,
+                "no thread could be started for copies to farther tiers, so only the nearest tier"
+                " gets blocks; raise the limit on threads of this user or container",
+            )
+        else:
+            self._thread = thread
 
     def waiting(self, tier: int) -> int:
         """Return how many blocks are still to be copied to this tier."""
         with self._changed:
-            copies = (*self._waiting.values(), *self._open.values())
-            return sum(tier in copy.targets for copy in copies)
+            waiting = sum(
+                len(queue) for (_, targets), queue in self._waiting.items() if tier in targets
+            )
+            return waiting + sum(tier in copy.targets for copy in self._open.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether, with more blocks, the nearest tier would evict some before they are copied."""
+        """Whether, with more blocks, the nearest tier would evict some before they are copied.
+
+        Blocks that wait for stalled tiers do not count.
+        """
         with self._changed:
             return self._is_over_bound()
 
@@ -127,19 +161,14 @@ class WriteBehind:
         """Block while `is_full` is true and copies make progress, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    not self._is_over_bound()
-                    or self._is_stalled
-                    or self._pauses > 0
-                    or self._is_closing
-                ),
+                lambda: not self._is_over_bound() or self._pauses > 0 or self._is_closing,
                 timeout_s,
             )
 
     def drain(self, timeout_s: float) -> bool:
         """Block until all copies are done, for at most `timeout_s`. Returns whether they are."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._open, timeout_s)
+            return self._changed.wait_for(lambda: not self._count() and not self._open, timeout_s)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -180,8 +209,24 @@ class WriteBehind:
         return not thread.is_alive()
 
     def _is_over_bound(self) -> bool:
-        waiting = len(self._waiting) + len(self._open)
-        return self._held is not None and waiting * _PROBATION > self._held
+        if self._held is None or self._thread is None:
+            return False
+        waiting = sum(map(len, self._ready())) + len(self._open)
+        return waiting * _PROBATION > self._held
+
+    def _count(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _ready(self) -> list[_Queue]:
+        """Return the queues that are not empty and have a target that accepts blocks."""
+        return [
+            queue
+            for (_, targets), queue in self._waiting.items()
+            if queue and not self._taking.isdisjoint(targets)
+        ]
+
+    def _enqueue(self, key: bytes, copy: _Copy) -> None:
+        self._waiting.setdefault(copy[:2], {})[key] = copy
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -205,7 +250,7 @@ class WriteBehind:
             self._held = held
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._is_closing or (bool(self._waiting) and not self._pauses)
+                lambda: self._is_closing or (self._count() > 0 and not self._pauses)
             )
             if self._is_closing:
                 return
@@ -219,23 +264,20 @@ class WriteBehind:
             self._settle(run, taking)
 
     def _begin(self) -> Run | None:
-        """Start copying the oldest blocks. None if all tiers that the first one needs are stalled.
+        """Start copying the oldest blocks that can be copied. None if there are none.
 
         The lock must be held.
         """
-        taking = set(self._tiers())
-        first = next(iter(self._waiting.values()))
-        targets = [tier for tier in first.targets if tier in taking]
-        self._is_stalled = not targets
+        self._taking = frozenset(self._tiers())
         self._changed.notify_all()
-        if not targets:
+        ready = self._ready()
+        if not ready:
             return None
-        keys = []
-        for key, copy in islice(self._waiting.items(), self._batch * self._batches):
-            if copy[1:] != first[1:]:
-                break
-            keys.append(key)
-        self._open = {key: self._waiting.pop(key) for key in keys}
+        queue = _oldest(ready)
+        keys = list(islice(queue, self._batch * self._batches))
+        self._open = {key: queue.pop(key) for key in keys}
+        first = self._open[keys[0]]
+        targets = [tier for tier in first.targets if tier in self._taking]
         graph = farther_graph(len(keys), source=first.source, targets=targets, batch=self._batch)
         parents = [copy.parent for copy in self._open.values()]
         # No operation copies a block of the pool, so the ids are not used.
@@ -244,18 +286,21 @@ class WriteBehind:
         return self._run
 
     def _settle(self, run: Run, taking: Set[int]) -> None:
-        """Process the ended transfer. Requeue interrupted copies at the front."""
-        again = {}
+        """Process the ended transfer. Requeue interrupted copies at the front of their queue."""
+        again: _Queue = {}
         for (key, copy), stored in zip(self._open.items(), run.stored, strict=True):
             left = tuple(
                 tier
                 for tier in copy.targets
                 if tier not in stored and (run.is_cancelled or tier not in taking)
             )
-            if left:
-                again[key] = copy._replace(targets=left)
+            if left == copy.targets:
+                again[key] = copy
+            elif left:
+                self._enqueue(key, copy._replace(targets=left))
         if again:
-            self._waiting = again | self._waiting
+            route = next(iter(again.values()))[:2]
+            self._waiting[route] = again | self._waiting[route]
         self._open = {}
         self._run = None
         self._changed.notify_all()

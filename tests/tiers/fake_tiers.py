@@ -53,6 +53,7 @@ class FakeStaging:
         self._memory = [bytearray(record_bytes) for _ in range(slots)]
         self._lock = threading.Lock()
         self._users = [0] * slots
+        self._puts = [0] * slots
 
     def view(self, slot: int) -> memoryview:
         return memoryview(self._memory[slot])
@@ -62,6 +63,14 @@ class FakeStaging:
             for slot in slots:
                 self._users[slot] += change
                 assert self._users[slot] in (0, 1), f"two calls use staging slot {slot}"
+                assert not self._puts[slot], f"staging slot {slot} changes during a put"
+
+    def put_from(self, slots: Sequence[int], change: int) -> None:
+        """Several stores may read a slot at a time."""
+        with self._lock:
+            for slot in slots:
+                self._puts[slot] += change
+                assert not self._users[slot], f"staging slot {slot} changes during a put"
 
     def slot_of(self, view: memoryview) -> int:
         return next(at for at, memory in enumerate(self._memory) if view.obj is memory)
@@ -309,7 +318,7 @@ class FakeStore(Store):
     ) -> list[bool]:
         assert self._count_of(keys, records) > 0
         slots = [self._staging.slot_of(view) for view in records]
-        self._staging.use(slots, 1)
+        self._staging.put_from(slots, 1)
         try:
             if self._is_failing():
                 return [False] * len(records)
@@ -326,7 +335,7 @@ class FakeStore(Store):
                 parent = key if chain_after is not None else None
             return stored
         finally:
-            self._staging.use(slots, -1)
+            self._staging.put_from(slots, -1)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
         assert self._count_of(keys, into) > 0

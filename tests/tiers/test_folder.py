@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_records import MODEL, key, keys, put, record, whole
 from processes import run_python
+from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import Selection
+from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.store import FolderStore
 
 RECORD = 5000
@@ -34,6 +37,27 @@ def path(tmp_path: Path) -> Path:
 
 def opened(path: Path, **more: object) -> FolderStore:
     return FolderStore(path, RECORD, MODEL, **more)  # type: ignore[arg-type]
+
+
+def wait_for_sweep(store: FolderStore) -> None:
+    assert store._sweeping is not None
+    assert store._sweeping.ended.wait(DEADLINE_S)
+
+
+class SlowListing:
+    """Listings of a folder that wait to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.count = 0
+        self._files = folder_format.files
+        monkeypatch.setattr(folder_format, "files", self._list)
+
+    def _list(self, root: int, abandoned_s: float) -> list[tuple[str, os.stat_result]]:
+        self.count += 1
+        self.began.set()
+        assert self.go_on.wait(DEADLINE_S)
+        return list(self._files(root, abandoned_s))
 
 
 def file_of(path: Path, number: int) -> Path:
@@ -151,6 +175,7 @@ def test_sweep_keeps_the_limit_by_removing_the_oldest(path: Path) -> None:
     store = opened(path, limit_bytes=20 * size, clock=clock)
     for number in range(100):
         put(store, [number])
+        wait_for_sweep(store)
         stamp = 1_000_000_000 + number
         os.utime(file_of(path, number), (stamp, stamp))
         files = list(path.glob("??/*"))
@@ -167,12 +192,42 @@ def test_sweep_keeps_the_limit_by_removing_the_oldest(path: Path) -> None:
         opened(path).set_limit(5 * size)
 
 
+def test_put_does_not_wait_for_a_sweep(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    store = opened(path, limit_bytes=100 * RECORD, clock=clock)
+    listing = SlowListing(monkeypatch)
+    for number in range(3):
+        assert put(store, [number]) == [True]
+    assert listing.began.wait(DEADLINE_S)
+    clock.now_s += 1000
+    listing.go_on.set()
+    wait_for_sweep(store)
+    put(store, [3])
+    wait_for_sweep(store)
+    assert listing.count == 1, "the next one comes a minute after the end of the first"
+    store.close()
+
+
+def test_put_does_not_wait_for_a_listing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(path)
+    listing = SlowListing(monkeypatch)
+    counting = threading.Thread(target=store.capacity)
+    counting.start()
+    assert listing.began.wait(DEADLINE_S)
+    assert put(store, [0]) == [True]
+    listing.go_on.set()
+    counting.join()
+    assert store.capacity().records == 1
+    store.close()
+
+
 def test_old_objects_and_partial_files_are_swept(path: Path) -> None:
     wall, clock = Clock(), Clock()
     wall.now_s = 1_000_000_000.0
     size = RECORD + 128
     store = opened(path, limit_bytes=4 * size, clock=clock, wall_clock=wall)
     put(store, range(4))
+    wait_for_sweep(store)
     for number in range(2):
         os.utime(file_of(path, number), (wall.now_s - 2000, wall.now_s - 2000))
     for number in range(2, 4):
@@ -182,6 +237,7 @@ def test_old_objects_and_partial_files_are_swept(path: Path) -> None:
     os.utime(left, (wall.now_s - 4000, wall.now_s - 4000))
     clock.now_s += 61
     put(store, [9])
+    wait_for_sweep(store)
     assert whole(store, range(10)) == [2, 3, 9]
     assert not left.exists()
     store.close()

@@ -19,27 +19,30 @@ from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 
 
 class World:
-    def __init__(self, rules: Rules | None = None, slots: int = 16) -> None:
+    def __init__(
+        self, rules: Rules | None = None, slots: int = 16, *, has_third: bool = False
+    ) -> None:
         staging: Any = FakeStaging(slots)
         pool: Any = FakePool()
         self.staging = staging
         self.pool = pool
         self.near = FakeStore("host", self.staging)
         self.far = FakeStore("disk", self.staging)
+        self.third = FakeStore("folder", self.staging)
         self.now_s = 0.0
         self.namespace = Namespace("m")
         self.tiers = Tiers(
             self.pool,
             self.staging,
             self.namespace,
-            [self.near, self.far],
+            [self.near, self.far, *([self.third] if has_third else [])],
             rules or Rules(idle_after_s=1e9, watermark=0.0, tick_s=0.01),
             clock=lambda: self.now_s,
         )
 
     @property
     def pending_objects(self) -> list[int]:
-        waiting = map(self.tiers.waiting_bytes, (0, 1))
+        waiting = map(self.tiers.waiting_bytes, range(len(self.tiers.stores)))
         return [size_bytes // self.staging.record_bytes for size_bytes in waiting]
 
     def fill(self, near: Sequence[int], far: Sequence[int]) -> None:
@@ -283,6 +286,31 @@ def test_match_from_before_an_erase_loads_nothing(world, how) -> None:
     assert not world.pool.clean_ids
 
 
+def test_load_during_an_erasure_promotes_nothing(world: World) -> None:
+    world.fill(near=[], far=range(4))
+    erase_near, erase_far = world.near.erase_matching, world.far.erase_matching
+    is_near_erased = threading.Event()
+
+    def note(selection: Selection) -> int:
+        count = erase_near(selection)
+        is_near_erased.set()
+        return count
+
+    def load_first(selection: Selection) -> int:
+        assert is_near_erased.wait(DEADLINE_S)
+        with world.tiers.match(keys_of(range(4))) as match:
+            load = world.tiers.load(match, [50, 51, 52, 53])
+        assert load.wait(DEADLINE_S)
+        assert load.failed == []
+        assert world.tiers._executor.drain(DEADLINE_S)
+        return erase_far(selection)
+
+    world.near.erase_matching = note  # type: ignore[method-assign]
+    world.far.erase_matching = load_first  # type: ignore[method-assign]
+    assert world.tiers.erase() == {0: 0, 1: 4}
+    assert not world.near.records
+
+
 def test_erase_during_load_start_is_detected(world) -> None:
     world.fill(near=[], far=range(4))
     world.far.erase_matching = lambda selection: 0
@@ -359,6 +387,10 @@ def test_late_lookup_is_a_miss() -> None:
     assert world.tiers.close(DEADLINE_S) == []
 
 
+def refuse_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_failed_thread_start_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = FakeStaging(4)
     store = FakeStore("folder", staging)
@@ -366,11 +398,8 @@ def test_failed_thread_start_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     store.records[key_of(1)] = record_of(1)
     looking = Lookup([store], DEADLINE_S)
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", refuse_thread)
         assert looking.has(0, keys_of([1])) == [False]
     assert looking.has(0, keys_of([1])) == [True], "it is asked again"
     looking.close(DEADLINE_S)
@@ -435,6 +464,89 @@ def test_recovered_farther_tier_receives_pending_copies(world) -> None:
     release.set()
     assert world.tiers.drain(DEADLINE_S)
     assert len(world.far.records) == 100
+
+
+@pytest.fixture
+def three() -> Iterator[World]:
+    made = World(has_third=True)
+    yield made
+    assert made.tiers.close(DEADLINE_S) == []
+
+
+def stall_third(world: World) -> threading.Event:
+    """Demote 100 blocks, and let the third tier stall in its first copy."""
+    world.third.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.third.hanging.wait(DEADLINE_S)
+    workers, first = world.tiers._executor._workers, world.tiers._behind._open
+    # A call of another tier would count as stalled, too.
+    wait_until(
+        lambda: (
+            len(world.far.records) == len(first) and [w.tier for w in workers if w.running] == [2]
+        )
+    )
+    world.now_s += 1000
+    return release
+
+
+def test_stalled_tier_does_not_delay_another(three: World) -> None:
+    release = stall_third(three)
+    three.pool.put_dirty(range(100, 200))
+    assert three.pool.shrink("sleep")
+    wait_until(lambda: three.pending_objects == [0, 0, 100])
+    assert len(three.far.records) == 200
+    release.set()
+    assert three.tiers.drain(DEADLINE_S)
+    assert list(three.third.records) == [key_of(n) for n in range(100)]
+
+
+def test_stalled_tier_does_not_stop_cleaning_ahead(three: World) -> None:
+    behind = three.tiers._behind
+    release = stall_third(three)
+    three.near.displaces_beyond = 200
+    wait_until(lambda: three.pending_objects == [0, 0, 100] and behind._held == 200)
+    assert not behind.is_full, "it would be for as long as the tier stalls"
+    release.set()
+
+
+def test_farther_copies_resume_after_failed_thread_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.near.displaces_beyond = 8
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse_thread)
+        world.pool.put_dirty(range(4))
+        assert world.pool.shrink("sleep")
+        assert world.pending_objects == [0, 4]
+        assert not world.tiers._behind.is_full, "no thread makes room"
+    world.pool.put_dirty(range(4, 8))
+    assert world.pool.shrink("sleep")
+    assert world.tiers.drain(DEADLINE_S)
+    assert len(world.far.records) == 8
+
+
+def test_close_without_a_thread_for_farther_copies(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    world.pool.put_dirty(range(4))
+    assert world.pool.shrink("sleep")
+    assert world.tiers.close(DEADLINE_S) == []
+
+
+def test_close_ends_all_parts_if_one_raises() -> None:
+    world = World()
+
+    def fail() -> None:
+        raise ValueError("a part that fails")
+
+    world.tiers.attach(fail)
+    with pytest.raises(ValueError, match="a part that fails"):
+        world.tiers.close(DEADLINE_S)
+    assert world.near.is_closed
+    assert world.far.is_closed
+    assert not world.pool.is_attended
 
 
 def test_sleep_waits_for_farther_tiers_before_displacing_copies() -> None:

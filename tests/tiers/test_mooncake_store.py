@@ -250,8 +250,17 @@ def test_erase_reaches_only_namespaces_entered_here(bench: Bench, server: Server
     assert bench.store.erase_matching(Selection()) == 2
     assert len(server.records) == 1, "a record of a world that was never entered"
     assert bench.store.erase_matching(Selection(namespace=foreign)) == 1
-    with pytest.raises(InvalidArgumentError):
-        bench.store.erase_matching(Selection(older_than_s=1.0))
+
+
+def test_erase_by_age_is_reported_as_impossible(bench: Bench, server: Server) -> None:
+    bench.put(0)
+    assert bench.store.erase_matching(Selection(older_than_s=1.0)) == 0
+    assert bench.store.unerased().failed == (
+        "the server does not know the age of records; erase by model alone"
+    )
+    assert len(server.records) == 1
+    assert bench.store.erase_matching(Selection(model=WORLD.model)) == 1
+    assert bench.store.unerased() == ("", "")
 
 
 def test_failed_erase_is_reported(bench: Bench, server: Server) -> None:

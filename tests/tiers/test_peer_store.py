@@ -14,7 +14,7 @@ from fake_tiers import key_of, keys_of
 from waiting import wait_until
 
 from kvelastic import _vmm
-from kvelastic.errors import MessageError, NotRegisteredError, UnsupportedError
+from kvelastic.errors import DriverError, MessageError, NotRegisteredError, UnsupportedError
 from kvelastic.messages import SecretFile, parse_address
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.peer import store as peer_store
@@ -255,6 +255,23 @@ def test_hold_expires_by_itself_while_idle(tmp_path: Path) -> None:
     wait_until(lambda: held.expired == 1)
     assert not blocks.pins
     held.close()
+
+
+def test_hold_without_a_thread_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    blocks: Any = Blocks()
+    held = HeldRequests(blocks, hold_s=60, block_bytes=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(DriverError, match="no thread could be started"):
+            held.hold("req", [1], key_of(1))
+    assert not blocks.pins
+    assert held.held() == []
+    held.hold("req", [1], key_of(1))
+    held.close()
+    assert not blocks.pins
 
 
 def test_expired_ticket_is_refused_before_expiry_runs(both: Both) -> None:

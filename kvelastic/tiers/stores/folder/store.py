@@ -12,8 +12,9 @@ machine, and anyone who can read it can read prompts. Restrict it to the engines
 world-writable folder is refused.
 
 Sweeping enforces the limit: it removes the files that were written longest ago. One engine sweeps
-at a time, at most once a minute or after it has written 1/8 of the limit. Between sweeps the folder
-may exceed its limit by what the engines write. Holds protect nothing: another machine may sweep.
+at a time, a minute after its last sweep or once it has written 1/8 of the limit. It reads the whole
+folder, in a thread of its own. Until it ends the folder may exceed its limit by what the engines
+write. Holds protect nothing: another machine may sweep.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
@@ -45,7 +47,7 @@ from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
 from kvelastic.tiers.stores.folder.format import HEAD_BYTES
 from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
-from kvelastic.tiers.workers import Workers
+from kvelastic.tiers.workers import Call, Workers
 
 _log = logging.getLogger("kvelastic")
 
@@ -104,6 +106,9 @@ class FolderStore(Store):
         self._unswept_bytes = 0
         self._sweep_at_s = float("-inf")
         self._calls = Workers("kvelastic-folder", _AT_ONCE)
+        self._sweeper = Workers("kvelastic-sweep")
+        self._sweeping: Call[None] | None = None
+        """The last sweep that a put has started."""
         with self._medium():
             os.close(open_folder(self._path, fault_of_shared))
 
@@ -210,10 +215,10 @@ class FolderStore(Store):
 
     def capacity(self) -> Capacity:
         """Return the usage as of this engine's first call or last sweep, plus its own changes."""
+        if self._records is None and self._may_call():
+            with self._medium(), self._root() as root:
+                self._take_stock(list(self._files(root)))
         with self._lock:
-            if self._records is None and self._may_call():
-                with self._medium(), self._root() as root:
-                    self._take_stock(list(self._files(root)))
             records = self._records or 0
             used_bytes = records * self.record_bytes + self._other_bytes
             return Capacity(used_bytes, self._limit_bytes, records)
@@ -255,6 +260,7 @@ class FolderStore(Store):
         with self._lock:
             self._closed = True
         self._calls.close()
+        self._sweeper.close()
 
     # --- one record -------------------------------------------------------------------------------
 
@@ -308,10 +314,12 @@ class FolderStore(Store):
             self._unswept_bytes += stored * self.record_bytes
             if self._limit_bytes is None:
                 return
+            if self._sweeping is not None and not self._sweeping.ended.is_set():
+                return
             much = self._unswept_bytes > self._limit_bytes // 8
             if not much and self._clock() < self._sweep_at_s:
                 return
-        self._sweep(wait=False)
+            self._sweeping = self._sweeper.submit(partial(self._sweep, wait=False))
 
     def _sweep(self, *, wait: bool) -> None:
         """Remove records above the limit, unless another engine is sweeping."""
@@ -323,9 +331,10 @@ class FolderStore(Store):
                 if not lock_within(lock, 2.0 if wait else 0.0):
                     return
                 with self._lock:
-                    self._sweep_at_s = self._clock() + SWEEP_EVERY_S
                     self._unswept_bytes = 0
                 self._sweep_locked(root)
+                with self._lock:
+                    self._sweep_at_s = self._clock() + SWEEP_EVERY_S
             finally:
                 os.close(lock)
 

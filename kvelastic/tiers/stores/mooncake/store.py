@@ -343,13 +343,14 @@ class MooncakeStore(Store):
     def erase_matching(self, selection: Selection) -> int:
         """Erase the selected records in the namespaces that this process has entered.
 
-        Also erases in the namespace that `selection` names. Raises `InvalidArgumentError` for an
-        age: the server does not know the age of a record.
+        Also erases in the namespace that `selection` names. Erases nothing for an age, which
+        `unerased` then reports: the server does not know the age of a record.
         """
         if selection.older_than_s is not None:
-            raise InvalidArgumentError(
-                "a Mooncake server does not know the age of records; select by namespace or model"
+            self._unerased = Unerased(
+                failed="the server does not know the age of records; erase by model alone"
             )
+            return 0
         with self._lock:
             entered = dict(self._entered)
             self._unerased = Unerased()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.errors import NotRegisteredError
+from kvelastic.errors import DriverError, NotRegisteredError
 from kvelastic.tiers.base import each_key
 from kvelastic.transfer.node import HeldRequest
 
@@ -66,20 +66,30 @@ class HeldRequests:
     def hold(self, request: str, ids: Sequence[int], keys: bytes) -> bytes:
         """Hold a request's blocks, in use or cached. Return the ticket for their reader.
 
-        `keys` are the keys of the blocks, concatenated.
+        `keys` are the keys of the blocks, concatenated. Raises `DriverError` if the thread that
+        ends holds cannot be started.
         """
+        self._start_thread()  # before the pin, which else no thread would end
         pin = self._blocks.pin(ids)
         ticket = secrets.token_bytes(TICKET_BYTES)
         by_key = dict(zip(each_key(keys), ids, strict=True))
         with self._changed:
             self._holds[ticket] = _Hold(request, by_key, pin, self._clock() + self._hold_s)
-            if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="kvelastic-holds", daemon=True
-                )
-                self._thread.start()
             self._changed.notify_all()
         return ticket
+
+    def _start_thread(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._is_closed:
+                thread = threading.Thread(target=self._run, name="kvelastic-holds", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise DriverError(
+                        "no thread could be started to end holds; raise the limit on threads of"
+                        " this user or container"
+                    ) from error
+                self._thread = thread
 
     @contextmanager
     def reading(self, ticket: bytes, keys: bytes) -> Iterator[list[int]]:
