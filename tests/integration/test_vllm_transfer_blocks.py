@@ -11,6 +11,7 @@ import needs
 import pytest
 from elastic_pools import key_of, make_memory, make_pool
 
+from kvelastic.errors import DriverError
 from kvelastic.integration.vllm.in_tiers import EngineTiers, NamedBlock
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.peer import engine as peer_engine
@@ -148,8 +149,11 @@ class Peers:
 
     def __init__(self) -> None:
         self.held: list[list[int]] = []
+        self.lacks_threads = False
 
     def hold(self, request: str, ids: list[int], keys: bytes) -> dict[str, str]:
+        if self.lacks_threads:
+            raise DriverError("no thread could be started to end holds")
         self.held.append(ids)
         return {"ticket": request}
 
@@ -210,3 +214,5 @@ def test_missing_block_gives_no_ticket() -> None:
         assert tiers.hold("r", table, [NamedBlock(1, 1, key_of(number)), first]) is None
     assert tiers.hold("r", table, []) is None
     assert len(peers.held) == 1
+    peers.lacks_threads = True
+    assert tiers.hold("r", table, [first]) is None

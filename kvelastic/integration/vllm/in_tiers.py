@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvelastic.errors import IntegrityError
+from kvelastic.errors import DriverError, IntegrityError
 from kvelastic.integration.vllm.tier_lookups import Lookups
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
@@ -138,8 +138,8 @@ class EngineTiers:
         """Hold the wanted blocks of a finished request. Returns what a decode engine needs.
 
         `block_ids` are the request's, for each group. Call before the blocks are freed. Returns
-        None if the role has no prefill, if no block is wanted, or if one is missing: the others are
-        then useless.
+        None if the role has no prefill, if no block is wanted, if one is missing, as the others are
+        then useless, or if no thread can be started to end the hold.
         """
         if self._peers is None or not self._peers.prefills or not wanted:
             return None
@@ -149,7 +149,11 @@ class EngineTiers:
                 _log.debug("Request %s: a block that a decode engine needs is gone.", request)
                 return None
             keys = b"".join(_peer_key_of(one.name) for one in wanted)
-            held = self._peers.hold(request, ids, keys)
+            try:
+                held = self._peers.hold(request, ids, keys)
+            except DriverError as error:
+                _log.error("Request %s is not held for a decode engine: %s.", request, error)
+                return None
         return {"do_remote_prefill": True, "do_remote_decode": False, **held}
 
     def _cached(self, name: bytes) -> int:
