@@ -202,11 +202,20 @@ class ElasticPool(Closing):
         except DriverError:
             held_bytes = self.blocks.mapped_bytes
         if held_bytes:
-            (own,) = self.ledgers
-            self.memory.hold_grant_of(own.member)
-            own.linger()
+            self.keep_grant_with(self.memory)
         else:
             self._joined.close()
+
+    def keep_grant_with(self, memory: _vmm.Range) -> None:
+        """Keep the grant until `memory` of this process, which holds the pages, is released."""
+        (own,) = self.ledgers
+        memory.hold_grant_of(own.member)
+        own.linger()
+
+
+def pool_named(name: str) -> ElasticPool | None:
+    """Return the open pool of this process with this instance name, or None. Thread-safe."""
+    return next((pool for pool in list(_open_pools) if pool.name == name), None)
 
 
 def pool_at(address: int) -> ElasticPool | None:

@@ -30,6 +30,8 @@ def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
     )
     name = os.environ.get("KVELASTIC_IPC_NAME")
     if name is not None:
+        from open_memfds import held_bytes
+
         from kvelastic.shared import ledger, segment
 
         assert segment.inspect(name).usage["mapped_bytes"] > 0
@@ -37,6 +39,10 @@ def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
         members = [member for info in ledger.list_ledgers() for member in info.members]
         (is_idle,) = [member.is_idle for member in members if member.name == name]
         assert is_idle is True, "no request is left"
+        engine.llm_engine.engine_core.shutdown()
+        members = [member for info in ledger.list_ledgers() for member in info.members]
+        granted_bytes = sum(one.granted_bytes for one in members if one.pid == os.getpid())
+        assert held_bytes(os.getpid()) <= granted_bytes, "memory is held and may be granted again"
     Path(tokens).write_text(json.dumps([list(one.outputs[0].token_ids) for one in outputs]))
 
 

@@ -26,7 +26,7 @@ from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.integration.vllm.worker_device import WorkerDevice
 from kvelastic.pool import tensors
-from kvelastic.pool.pool import native_geometry
+from kvelastic.pool.pool import native_geometry, pool_named
 from kvelastic.shared import ledger, segment
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -98,6 +98,9 @@ class WorkerMemory:
         """Stop serving. The memory is released with the process, or with the last view of it."""
         self._at_exit.cancel()
         self._ring_worker.stop()
+        pool = pool_named(self.instance_name)
+        if pool is not None and self._arena.held_bytes:  # the scheduler shares this process
+            pool.keep_grant_with(self._arena)
         self._tensor = None
         self._segment.close()
 
