@@ -180,7 +180,7 @@ class Segment(Closing):
 
     @contextmanager
     def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.ControlBlock]:
-        """Hold the lock that writers of requests share; the instance never takes it.
+        """Hold the lock that writers of requests share; the instance never waits for it.
 
         Raises `SegmentBusyError` if another writer holds the lock for longer than `timeout_s`
         seconds.

@@ -5,8 +5,8 @@
 
 A process that removes another process's segment holds a lock on the *file* while it inspects and
 unlinks it. So it cannot remove a new segment of the same name. The lock is flock(), which the
-kernel releases when its holder dies. An instance takes the lock only when it ends, and never waits
-for it.
+kernel releases when its holder dies. An instance takes the lock when it ends and for limits of
+kvcached's clients, and never waits for it.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ struct RequestChange {
 };
 
 /// Writes requests. A writer must hold an exclusive flock() on the segment's file during write().
-/// The instance never takes that lock.
+/// The instance never waits for that lock.
 class RequestWriter {
  public:
   /// Fails as ControlBlockView::open.
