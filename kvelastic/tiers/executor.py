@@ -193,6 +193,7 @@ class Executor:
                     continue
                 run, index = worker.running
                 worker.is_given_up = True
+                run.given_up.add(worker.tier)
                 _log.warning(
                     "tier %s: a %s has been stalled for %.0f s; bypassing the tier until it"
                     " completes",
@@ -343,6 +344,7 @@ class Executor:
 
     def _refuse(self, run: Run, index: int) -> None:
         """Fail an operation, if it is ready, because its store hangs."""
+        run.given_up.add(run.transfer.graph.operations[index].tier)
         if run.states.is_ready(index):
             run.states.start(index)
             self._enqueue(run, self._end(run, index))

@@ -106,6 +106,8 @@ class Run:
         """For each item, whether its record was copied into its block."""
         self.stored: list[set[int]] = [set() for _ in range(items)]
         """For each item, the tiers that have stored its record."""
+        self.given_up: set[int] = set()
+        """Tiers of which operations were given up, because their store hung."""
         self.is_cancelled = False
         self.batches = batches_of(transfer.graph)
         self._executor = executor

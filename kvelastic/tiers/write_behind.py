@@ -292,7 +292,8 @@ class WriteBehind:
             left = tuple(
                 tier
                 for tier in copy.targets
-                if tier not in stored and (run.is_cancelled or tier not in taking)
+                if tier not in stored
+                and (run.is_cancelled or tier in run.given_up or tier not in taking)
             )
             if left == copy.targets:
                 again[key] = copy

@@ -466,6 +466,28 @@ def test_recovered_farther_tier_receives_pending_copies(world) -> None:
     assert len(world.far.records) == 100
 
 
+def test_tier_recovered_before_a_look_receives_its_copies(world) -> None:
+    """The copies of a transfer were given up, and when its end is seen the tier works again."""
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(DEADLINE_S)
+    behind, executor = world.tiers._behind, world.tiers._executor
+    tiers_that_take = behind._tiers
+
+    def recover_first() -> Sequence[int]:
+        if executor.stuck_tiers:
+            release.set()
+            wait_until(lambda: not executor.stuck_tiers)
+        tiers: Sequence[int] = tiers_that_take()
+        return tiers
+
+    behind._tiers = recover_first
+    world.now_s += 1000
+    assert world.tiers.drain(DEADLINE_S)
+    assert len(world.far.records) == 100
+
+
 @pytest.fixture
 def three() -> Iterator[World]:
     made = World(has_third=True)
