@@ -37,9 +37,7 @@ __all__ = [
 
 HOST_PAGE_SIZE_MB: Final = 2
 """Size of a huge page of the host."""
-
-
-MOST_NAME_BESIDE_KVCACHED: Final = 50
+_MOST_NAME_BESIDE_KVCACHED: Final = 50
 """Longest name of an instance that keeps kvcached's segment too; numbers of ranks are appended."""
 
 
@@ -582,10 +580,10 @@ def _check_guarantee(values: dict[str, Any]) -> None:
 def _check_name(values: dict[str, Any]) -> None:
     """Raise `ConfigError` if a name is too long for the segment beside kvcached's."""
     name = values.get("ipc_name") or ""
-    if values.get("kvcached_segment") and len(name) > MOST_NAME_BESIDE_KVCACHED:
+    if values.get("kvcached_segment") and len(name) > _MOST_NAME_BESIDE_KVCACHED:
         raise ConfigError(
             f"KVELASTIC_IPC_NAME={name} is too long for an instance that keeps kvcached's segment:"
-            f" the other one is NAME_dp1.kvelastic; use at most {MOST_NAME_BESIDE_KVCACHED}"
+            f" the other one is NAME_dp1.kvelastic; use at most {_MOST_NAME_BESIDE_KVCACHED}"
             " characters."
         )
 

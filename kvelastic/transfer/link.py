@@ -255,15 +255,16 @@ class Link:
         """
         if not self._late_pushes:
             return
-        if not self._late_lock.acquire(timeout=_left_s(deadline_s)):
-            raise ChannelTimeoutError("the peer still copies a push that was given up")
-        try:
-            while self._late_pushes:
-                if not self._late_pushes[0].arrives_within(_left_s(deadline_s)):
-                    raise ChannelTimeoutError("the peer still copies a push that was given up")
-                self._late_pushes.pop(0).drop()
-        finally:
-            self._late_lock.release()
+        if self._late_lock.acquire(timeout=_left_s(deadline_s)):
+            try:
+                late = self._late_pushes
+                while late and late[0].arrives_within(_left_s(deadline_s)):
+                    late.pop(0).drop()
+                if not late:
+                    return
+            finally:
+                self._late_lock.release()
+        raise ChannelTimeoutError("the peer still copies a push that was given up")
 
     def read(self, lease: int, sources: bytes, ours: bytes, deadline_s: float) -> int | None:
         """Copy the memory under a lease; return the checksum, or None if no stream was used."""

@@ -34,13 +34,13 @@ from kvelastic.errors import (
     SegmentExistsError,
 )
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.pool import RESERVE_WAIT_S, ElasticPool, local_range, open_pool
 from kvelastic.shared import device_set, segment
 from kvelastic.units import format_size
 
 _BLOCKS_A_PAGE: Final = 64
 """Block 0 of page 0 is the null block, so a 64th of a page is lost."""
-_LEAST_WAIT_S: Final = _vmm.RECLAIM_RESERVE_WAIT_NS / 1e9
+_LEAST_WAIT_S: Final = RESERVE_WAIT_S
 """Minimum wait for other instances' memory, as long as a reserve waits. `generate` cannot preempt
 requests instead."""
 _WAITED_AT_ONCE_S: Final = 0.25

@@ -138,8 +138,8 @@ class EngineTiers:
         """Hold the wanted blocks of a finished request. Returns what a decode engine needs.
 
         `block_ids` are the request's, for each group. Call before the blocks are freed. Returns
-        None if the role has no prefill, if no block is wanted, if one is missing, as the others are
-        then useless, or if no thread can be started to end the hold.
+        None if the role has no prefill, if no block is wanted, or if no thread can be started to
+        end the hold. Also if a block is missing: the others are useless without it.
         """
         if self._peers is None or not self._peers.prefills or not wanted:
             return None

@@ -69,7 +69,7 @@ class HeldRequests:
         `keys` are the keys of the blocks, concatenated. Raises `DriverError` if the thread that
         ends holds cannot be started.
         """
-        self._start_thread()  # before the pin, which else no thread would end
+        self._start_thread()  # first, because only the thread ends the pin
         pin = self._blocks.pin(ids)
         ticket = secrets.token_bytes(TICKET_BYTES)
         by_key = dict(zip(each_key(keys), ids, strict=True))
