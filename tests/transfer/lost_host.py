@@ -34,5 +34,5 @@ else:
         link.check(300)
         print("linked", flush=True)
         sys.stdin.readline()
-        subprocess.run(["ip", "link", "set", "kvx1", "down"], check=True)
+        subprocess.run(["ip", "link", "set", "wire1", "down"], check=True)
         print("noticed" if gone.wait(300) else "not noticed", ended[0].ended, flush=True)
