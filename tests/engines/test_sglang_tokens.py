@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from sglang_pair import (
     check_log,
     tokens_of,
 )
-from sglang_server import PAGE_TOKENS, SglangServer
+from sglang_server import PAGE_TOKENS, Answer, SglangServer
 from vllm_server import zero_worker_memory
 from waiting import DEADLINE_S, stopped_once, wait_until
 
@@ -160,10 +160,18 @@ def test_request_outgrowing_the_limit_waits_for_higher_limit(paged: Pair) -> Non
     long, new_tokens = PROMPTS[0][:100], 900
     expected = pair.server.generate(long, new_tokens).tokens
     pair.server.post("/flush_cache")
+    asked: list[Future[Answer]] = []
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(pair.server.generate, long, new_tokens)
-        wait_until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "it has outgrown a page")
-        pair.limit(1)
+
+        def has_outgrown_a_page() -> bool:
+            if not asked or asked[-1].done():  # at first, or it was answered unseen
+                asked.append(thread.submit(pair.server.generate, long, new_tokens))
+            # It needs 2.1 pages at its end: from here it needs more blocks.
+            return 1 < pair.usage()["in_use_bytes"] / pair.page_bytes < 1.8
+
+        with stopped_once(pair.server.scheduler(), has_outgrown_a_page, "it outgrows a page"):
+            pair.limit(1, wait_s=0)
+        answer = asked[-1]
         wait_until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert answer.result().tokens == expected
@@ -185,7 +193,8 @@ def test_release_waits_for_requests_and_resume_is_idempotent(
     prompt, new_tokens = PROMPTS[0], 300
     with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(pair.server.generate, prompt, new_tokens)
-        wait_until(lambda: pair.running() == 1, "it runs")
+        # On a busy machine it may have run before it is looked at.
+        wait_until(lambda: answer.done() or pair.running() == 1, "it runs")
         pair.server.post("/release_memory_occupation")
         assert len(answer.result().tokens) == new_tokens
         assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
