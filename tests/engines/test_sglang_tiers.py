@@ -25,7 +25,7 @@ from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
 from under_tiers import changing_limits, disk_tier, status_file_of
-from waiting import DEADLINE_S, stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_during, wait_until
 
 from kvelastic.shared import segment
 from kvelastic.shared.tier_status import TiersStatus
@@ -191,26 +191,28 @@ def test_chunked_prompt_continues_if_its_rest_fits(again) -> None:
 
 
 def test_started_prompt_yields_memory_and_continues_later(again) -> None:
-    asked: list[tuple[list[int], Future[Answer]]] = []
+    prompts: list[list[int]] = []
+
+    def ask_another() -> Future[Answer]:
+        prompts.append([3 + (len(prompts) + index) % 499 for index in range(1900)])
+        return thread.submit(again.generate, prompts[-1], NEW_TOKENS)
+
     with ThreadPoolExecutor(1) as thread:
-
-        def one_has_begun() -> bool:
-            if not asked or asked[-1][1].done():  # at first, or it was computed unseen
-                prompt = [3 + (len(asked) + index) % 499 for index in range(1900)]
-                asked.append((prompt, thread.submit(again.generate, prompt, NEW_TOKENS)))
-            return 15 < segment.inspect(NAME).usage["blocks_in_use"] < 50
-
-        with stopped_once(again.scheduler(), one_has_begun, "a prompt has begun"):
+        with stopped_during(
+            again.scheduler(),
+            ask_another,
+            lambda: 15 < segment.inspect(NAME).usage["blocks_in_use"] < 50,
+            "a prompt has begun",
+        ) as answer:
             segment.request(NAME, limit_bytes=PAGE_BYTES)
         wait_until(lambda: NO_MEMORY_FOR_REST in again.text(), "it waits")
         assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
         assert segment.inspect(NAME).usage["mapped_bytes"] == 0
         assert segment.request(NAME, asleep=False, wait_s=DEADLINE_S).state == "applied"
         again.limit(KV_BYTES)
-        prompt, answer = asked[-1]
         tokens = answer.result().tokens
     again.post("/flush_cache")
-    assert again.generate(prompt, NEW_TOKENS).tokens == tokens
+    assert again.generate(prompts[-1], NEW_TOKENS).tokens == tokens
 
 
 class TieredOperator(OverDisk, SglangOperator):

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +25,9 @@ from sglang_pair import (
     check_log,
     tokens_of,
 )
-from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
-from waiting import DEADLINE_S, stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_during, stopped_once, wait_until
 
 from kvelastic.shared import segment
 
@@ -160,18 +160,15 @@ def test_request_outgrowing_the_limit_waits_for_higher_limit(paged: Pair) -> Non
     long, new_tokens = PROMPTS[0][:100], 900
     expected = pair.server.generate(long, new_tokens).tokens
     pair.server.post("/flush_cache")
-    asked: list[Future[Answer]] = []
     with ThreadPoolExecutor(1) as thread:
-
-        def has_outgrown_a_page() -> bool:
-            if not asked or asked[-1].done():  # at first, or it was answered unseen
-                asked.append(thread.submit(pair.server.generate, long, new_tokens))
+        with stopped_during(
+            pair.server.scheduler(),
+            lambda: thread.submit(pair.server.generate, long, new_tokens),
             # It needs 2.1 pages at its end: from here it needs more blocks.
-            return 1 < pair.usage()["in_use_bytes"] / pair.page_bytes < 1.8
-
-        with stopped_once(pair.server.scheduler(), has_outgrown_a_page, "it outgrows a page"):
+            lambda: 1 < pair.usage()["in_use_bytes"] / pair.page_bytes < 1.8,
+            "it outgrows a page",
+        ) as answer:
             pair.limit(1, wait_s=0)
-        answer = asked[-1]
         wait_until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert answer.result().tokens == expected

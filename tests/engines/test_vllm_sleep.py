@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_server import Request
 from ledger_instance import Instance
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
-from waiting import DEADLINE_S, stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_during, wait_until
 
 from kvelastic.shared import ledger, segment
 
@@ -91,17 +91,14 @@ def test_request_during_sleep_is_served_after_wake(stock, awake, instance_name) 
 def test_operator_sleep_suspends_running_and_new_requests(stock, awake, instance_name) -> None:
     later = Request([11, 12, 13], 30)
     expected = stock.complete_all([LONG, later])
-    asked: list[Future[list[int]]] = []
     with ThreadPoolExecutor(2) as threads:
-
-        def runs() -> bool:
-            if not asked or asked[-1].done():  # at first, or it was answered unseen
-                asked.append(threads.submit(awake.complete, LONG))
-            return awake.metrics()["num_requests_running"] == 1
-
-        with stopped_once(awake.processes()["worker"], runs):
+        with stopped_during(
+            awake.processes()["worker"],
+            lambda: threads.submit(awake.complete, LONG),
+            lambda: awake.metrics()["num_requests_running"] == 1,
+            "it runs",
+        ) as running:
             answer = segment.request(instance_name, asleep=True)
-        running = asked[-1]
         assert answer.state in {"shrinking", "applied"}
         # Without another block the running request is preempted; it waits, and loses nothing.
         wait_until(lambda: held_bytes(awake, instance_name) == (0, 0))

@@ -4,6 +4,9 @@ wait_until(lambda: one.mapped_bytes == 0, "the maintenance thread has given ever
 
 with stopped_once(worker, lambda: server.running() == 1, "it runs"):
     ...                 # it is where it was when that came true, however slow this process is
+
+with stopped_during(worker, ask, lambda: server.running() == 1, "it runs") as answer:
+    ...                 # likewise, while the request runs that `ask` has started
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import psutil
 
 Value = TypeVar("Value")
@@ -63,3 +68,27 @@ def stopped_once(
         yield
     finally:
         process.resume()
+
+
+@contextmanager
+def stopped_during(
+    process: psutil.Process,
+    ask: Callable[[], Future[Value]],
+    condition: Callable[[], object],
+    what: str = "",
+) -> Iterator[Future[Value]]:
+    """`stopped_once` while a request runs; yields its answer.
+
+    On a busy machine the process may answer it before the condition is asked. Then `ask` is called
+    again.
+    """
+    answer = ask()
+
+    def holds_while_it_runs() -> bool:
+        nonlocal answer
+        if answer.done():
+            answer = ask()
+        return bool(condition())
+
+    with stopped_once(process, holds_while_it_runs, what):
+        yield answer
