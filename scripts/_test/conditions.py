@@ -24,6 +24,8 @@ from kvelastic.device.host_memory import machine_memory_bytes
 LOOPS = 8
 MEMORY_NEEDED_BYTES = 8 << 30
 """Maximum memory of the tests with two lanes."""
+DISK_NEEDED_BYTES = 6 << 30
+"""Above the size of all temporary files of the default tier."""
 QUIET_SHARE = 0.1
 """Of the processors: if others use more, how long a test takes says little about the test."""
 

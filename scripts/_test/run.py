@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -146,6 +147,13 @@ class Run:
                 f"{self._memory_at_start / 2**30:.1f} GiB of memory is available, and the tests"
                 f" need up to {conditions.MEMORY_NEEDED_BYTES >> 30} GiB: the kernel may kill some"
                 " of them. End other programs, or run some tests only."
+            )
+        free_disk_bytes = shutil.disk_usage(workspace.folder).free
+        if free_disk_bytes < conditions.DISK_NEEDED_BYTES:
+            print(
+                f"{free_disk_bytes / 2**30:.1f} GiB is free in {workspace.folder.parent}, and the"
+                f" tests write up to {conditions.DISK_NEEDED_BYTES >> 30} GiB there: the run may"
+                " fail. Remove files, or set TMPDIR to a folder of another disk."
             )
 
     def run_lanes(self) -> None:
