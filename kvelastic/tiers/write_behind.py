@@ -73,8 +73,8 @@ class WriteBehind:
     ) -> None:
         """`tiers` returns the tiers that accept blocks now, and must not block.
 
-        `capacity` returns how many blocks the nearest tier can hold (None: no limit). It is called
-        here and in the thread of this object.
+        `capacity` returns how many blocks the nearest tier can hold (None: no limit). It must not
+        wait for a medium, and is called without the lock.
         """
         self._executor = executor
         self._tiers = tiers
@@ -154,11 +154,13 @@ class WriteBehind:
 
         Blocks that wait for stalled tiers do not count.
         """
+        self._ask_capacity()
         with self._changed:
             return self._is_over_bound()
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Block while `is_full` is true and copies make progress, for at most `timeout_s`."""
+        self._ask_capacity()  # the thread may not have asked since the limit changed
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._is_over_bound() or self._pauses > 0 or self._is_closing,
@@ -208,6 +210,12 @@ class WriteBehind:
         thread.join(timeout_s)
         return not thread.is_alive()
 
+    def _ask_capacity(self) -> None:
+        held = self._capacity()
+        with self._changed:
+            self._held = held
+            self._changed.notify_all()
+
     def _is_over_bound(self) -> bool:
         if self._held is None or self._thread is None:
             return False
@@ -245,10 +253,8 @@ class WriteBehind:
                 self._changed.wait(_STALLED_LOOK_S)
 
     def _turn(self) -> None:
-        held = self._capacity()
+        self._ask_capacity()
         with self._changed:
-            self._held = held
-            self._changed.notify_all()
             self._changed.wait_for(
                 lambda: self._is_closing or (self._count() > 0 and not self._pauses)
             )

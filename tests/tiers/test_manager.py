@@ -527,7 +527,7 @@ def test_stalled_tier_does_not_stop_cleaning_ahead(three: World) -> None:
     behind = three.tiers._behind
     release = stall_third(three)
     three.near.displaces_beyond = 200
-    wait_until(lambda: three.pending_objects == [0, 0, 100] and behind._held == 200)
+    wait_until(lambda: three.pending_objects == [0, 0, 100])
     assert not behind.is_full, "it would be for as long as the tier stalls"
     release.set()
 
@@ -580,6 +580,18 @@ def test_sleep_waits_for_farther_tiers_before_displacing_copies() -> None:
     assert world.tiers.drain(DEADLINE_S)
     assert len(world.far.records) == 2000
     assert world.tiers.close(DEADLINE_S) == []
+
+
+def test_lowered_limit_of_nearest_tier_counts_at_once(world) -> None:
+    """Not only when the thread begins its next transfer."""
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(DEADLINE_S)
+    assert not world.tiers._behind.is_full
+    world.near.displaces_beyond = 100
+    assert world.tiers._behind.is_full
+    release.set()
 
 
 def test_erased_blocks_are_not_copied_to_farther_tiers(world) -> None:
