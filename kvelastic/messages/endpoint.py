@@ -285,11 +285,15 @@ class Endpoint(Closing):
             while not self._is_closing:
                 for key, events in self._selector.select(self._patience_s()):
                     self._safely(self._serve, key, events)
-                while self._to_do:
-                    self._safely(self._to_do.popleft())
+                self._do_all()
                 self._safely(self._look_at_clock)
+            self._do_all()  # a caller may have handed over a socket just before the end
         finally:
             self._close_all()
+
+    def _do_all(self) -> None:
+        while self._to_do:
+            self._safely(self._to_do.popleft())
 
     def _safely(self, do: Callable[..., None], *arguments: object) -> None:
         """Call `do` and log its exceptions, so that the thread survives."""

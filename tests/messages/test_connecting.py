@@ -109,6 +109,35 @@ def test_slow_connect_shortens_the_handshake(
             client.connect(address, DEADLINE_S)
 
 
+def test_close_after_a_late_connect_closes_its_socket(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's thread sees that it ends before it has seen the connection."""
+    run = Endpoint._run
+
+    def run_late(self: Endpoint) -> None:
+        wait_until(lambda: self._is_closing)
+        run(self)
+
+    connected: list[socket.socket] = []
+
+    def connect(to: Address, timeout_s: float) -> socket.socket:
+        connected.append(connect_socket(to, timeout_s))
+        return connected[0]
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(address.path)
+        silent.listen()
+        monkeypatch.setattr(Endpoint, "_run", run_late)
+        monkeypatch.setattr(endpoint, "connect_socket", connect)
+        with (
+            Endpoint(PROTOCOL, answer) as client,
+            pytest.raises(ChannelTimeoutError, match="has not answered"),
+        ):
+            client.connect(address, 0.0)
+        assert connected[0].fileno() == -1, "the socket is open"
+
+
 def test_connect_waits_while_the_backlog_is_full(
     address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
