@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from native_pools import alloc
+from waiting import wait_until
 
 from kvelastic import errors, vmm_ops
 from kvelastic.integration.sglang import interfaces as sglang
@@ -210,6 +211,8 @@ def test_stale_and_conflicting_limit_revisions_are_rejected() -> None:
     assert (low["status"], low["reason"]) == ("deferred", "inuse_capacity_above_limit")
     assert low["overage_bytes"] == low["mapped_bytes"] - PAGE > 0
     manager.free(ids)
+    # The maintenance thread may be releasing pages; then it releases these ones, too.
+    wait_until(lambda: manager.memory_limit_state()["status"] == "applied")
     now = manager.set_memory_limit(PAGE, revision=4)
     assert (now["status"], now["overage_bytes"]) == ("applied", 0)
     assert now["effective_limit_bytes"] == now["current_capacity_bytes"] == PAGE
