@@ -101,6 +101,8 @@ class Demoter:
     def start(self) -> None:
         """Start the thread. Call it once."""
         self._thread.start()
+        # From here on the pool waits for the thread before it drops blocks, even if it begins late.
+        self._blocks.next_demotion(0.0)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel the current writeback and stop the thread. Idempotent.

@@ -12,6 +12,7 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import BlockError, InvalidArgumentError
 from kvelastic.tiers.base import Selection
+from kvelastic.tiers.demoter import Demoter
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
@@ -579,6 +580,21 @@ def test_sleep_waits_for_farther_tiers_before_displacing_copies() -> None:
     assert len(world.near.records) <= 100
     assert world.tiers.drain(DEADLINE_S)
     assert len(world.far.records) == 2000
+    assert world.tiers.close(DEADLINE_S) == []
+
+
+def test_pool_waits_for_a_demoter_that_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start = threading.Event()
+    work = Demoter._work
+
+    def work_late(self: Demoter) -> None:
+        assert may_start.wait(DEADLINE_S)
+        work(self)
+
+    monkeypatch.setattr(Demoter, "_work", work_late)
+    world = World()
+    assert world.pool.is_attended
+    may_start.set()
     assert world.tiers.close(DEADLINE_S) == []
 
 
