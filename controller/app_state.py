@@ -239,7 +239,12 @@ class AppState:
 
         Other left-behind engines are handled by the launch that needs their port.
         """
-        for engine in await asyncio.to_thread(launch_record.find_engines):
+        try:
+            engines = await asyncio.to_thread(launch_record.find_engines)
+        except OSError as error:  # e.g. no file descriptor is left
+            _log.warning("engines of a killed controller may be left: %s", error)
+            return
+        for engine in engines:
             ports = {m.settings.launch.port for m in self.fleet if m.settings.launch is not None}
             mark = engine.mark
             if mark.source == self._source and mark.port not in ports and engine.is_orphan:

@@ -206,7 +206,7 @@ def _identity_from_json(raw: Any) -> ProcessIdentity:
 def find_engines() -> list[LaunchedEngine]:
     """Return every engine that a controller of this user has launched in this pid namespace.
 
-    Removes records of engines that have ended. Never raises.
+    Removes records of engines that have ended. Raises `OSError` if `/proc` cannot be listed.
     """
     marked: dict[Mark, set[int]] = {}
     sessions: dict[int, set[int]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import resource
 import socket
@@ -18,8 +20,14 @@ from certificates import make_certificate
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for, rest_of
 from test_slow_clients import dial, metric, post
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
+from kvelastic.controller.app_state import AppState
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.launch import launch_record
+from kvelastic.controller.settings.settings_file import parse
 from kvelastic.errors import SegmentError, is_out_of_descriptors
 
 pytestmark = pytest.mark.slow
@@ -153,6 +161,26 @@ def test_descriptor_shortage_is_503_out_of_descriptors(engine: Engine) -> None:
         with dial(front.port) as sock:
             sock.sendall(post("/v1/completions"))
             assert rest_of(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_descriptor_shortage_at_start_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines of a killed controller cannot be looked for then."""
+
+    def no_descriptor() -> list[int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc")
+
+    async def serve() -> None:
+        with LogWriter(None) as writer:
+            front = AppState(parse('{"models": []}', {}), RequestLog(writer), OpenFiles.raised())
+            await front.start()
+            await asyncio.wait_for(asyncio.gather(*front._tasks), DEADLINE_S)
+            await front.stop()
+
+    monkeypatch.setattr(launch_record, "_processes_of_this_user", no_descriptor)
+    asyncio.run(serve())
+    assert "engines of a killed controller may be left" in caplog.text
 
 
 def test_out_of_descriptors_is_found_in_the_cause() -> None:
