@@ -271,8 +271,9 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     while (used <= i &&
            !layout->slots_used.compare_exchange_weak(used, static_cast<std::uint32_t>(i + 1))) {
     }
-    std::unique_ptr<LedgerMember> member(new LedgerMember(
-        layout, i, incarnation + 1, std::move(how.file), std::move(claim.lock), std::move(keep)));
+    std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, incarnation + 1,
+                                                          std::move(how.file), how.rules,
+                                                          std::move(claim.lock), std::move(keep)));
     if ((layout->door.fetch_add(kOneJoin) & kShut) != 0) return std::unique_ptr<LedgerMember>();
     // No other member has seen it awake yet, so joining ends with a first wake.
     LedgerSlot& mine = slot;

@@ -280,6 +280,7 @@ struct LedgerJoin {
   /// is unknown, and the caller must serialise joins.
   LivenessFile file{};
   LivenessLock::Children children = LivenessLock::Children::kDrop;
+  ReclaimRules rules{};  ///< other than the defaults in tests only
 };
 
 /// Changes the limit for the members together and returns the old one. The caller holds the file's
@@ -452,13 +453,14 @@ class LedgerMember final : public PageGrant {
 
  private:
   LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t incarnation,
-               LivenessFile file, std::unique_ptr<LivenessLock> liveness_lock,
-               std::shared_ptr<void> keep)
+               LivenessFile file, const ReclaimRules& rules,
+               std::unique_ptr<LivenessLock> liveness_lock, std::shared_ptr<void> keep)
       : layout_(layout),
         index_(index),
         incarnation_(incarnation),
         file_(std::move(file)),
         keep_(std::move(keep)),
+        rules_(rules),
         liveness_lock_(std::move(liveness_lock)) {}
 
   struct Sums;

@@ -25,6 +25,14 @@ inline constexpr std::uint64_t kPages = 64;
 /// A guard: only a fault reaches it, on a machine of any speed.
 inline constexpr auto kSoon = std::chrono::minutes(5);
 
+/// Nothing expires during a test, on a machine of any speed. A test shortens what it waits for.
+inline constexpr std::uint64_t kHourNs = 3'600'000'000'000;
+inline constexpr ReclaimRules kPatientRules{.idle_ns = kHourNs,
+                                            .patience_ns = kHourNs,
+                                            .fair_cached_ns = kHourNs,
+                                            .fair_in_use_ns = kHourNs,
+                                            .request_expiry_ns = kHourNs};
+
 /// A file of shared memory, gone with its last user.
 struct SharedFile {
   std::string path =
@@ -53,6 +61,7 @@ struct SharedFile {
 
 struct Ledger {
   SharedFile file{};
+  ReclaimRules rules = kPatientRules;  ///< of members that join from now on
 
   explicit Ledger(std::uint64_t capacity_bytes = kPages * kPage) {
     LedgerOrigin origin;
@@ -74,7 +83,8 @@ struct Ledger {
                               {.identity = identity,
                                .min_bytes = min_bytes,
                                .priority = priority,
-                               .file = *LivenessFile::of(file.path, file.fd)},
+                               .file = *LivenessFile::of(file.path, file.fd),
+                               .rules = rules},
                               nullptr);
   }
   std::uint64_t reap() {

@@ -538,17 +538,21 @@ TEST(ledger_keeps_free_memory_for_higher_ranked_requests) {
 
 TEST(ledger_forgets_a_request_that_is_not_renewed) {
   Ledger ledger;
+  ledger.rules.request_expiry_ns = 50'000'000;
   auto low = ledger.join();
   auto high = ledger.join(0, 1);
   REQUIRE(low && high);
-  (void)high->request_memory(kPages * kPage);
-  CHECK(low->room(kPage) == 0);
-  CHECK(soon([&] { return low->room(kPage) == kPages; }));
-  CHECK(ledger.members()[1].facts.request_bytes == 0);
+  CHECK(soon([&] {
+    (void)high->request_memory(kPages * kPage);
+    return low->room(kPage) == 0;
+  }));
+  CHECK(soon(
+      [&] { return low->room(kPage) == kPages && ledger.members()[1].facts.request_bytes == 0; }));
 }
 
 TEST(ledger_requests_from_next_member_after_patience) {
   Ledger ledger;
+  ledger.rules.patience_ns = 20'000'000;
   auto first = ledger.join(0, -2);
   auto second = ledger.join(0, -1);
   auto requester = ledger.join();
@@ -562,10 +566,13 @@ TEST(ledger_requests_from_next_member_after_patience) {
   CHECK(first->bell() != rung);
   CHECK(first->open_reclaim().bytes == 3 * kPage && first->open_reclaim().depth == Depth::kParked);
   CHECK(second->open_reclaim().bytes == 0);
-  CHECK(ledger.members()[2].facts.request_bytes == 3 * kPage);
   // It does not answer: after the patience the next one is asked, the first one not again.
   CHECK(soon(
       [&] { return requester->request_memory(3 * kPage) && second->open_reclaim().bytes > 0; }));
+  CHECK(soon([&] {
+    return requester->request_memory(3 * kPage) &&
+           ledger.members()[2].facts.request_bytes == 3 * kPage;
+  }));
   CHECK(second->open_reclaim().bytes == 3 * kPage && first->open_reclaim().bytes == 3 * kPage);
   // One of them gives, and that is all that was missing.
   const std::uint32_t heard = requester->bell();
@@ -621,6 +628,7 @@ TEST(ledger_reclaims_cache_of_idle_members_immediately) {
 
 TEST(ledger_deep_reclaim_request_does_not_affect_others) {
   Ledger ledger;
+  ledger.rules.idle_ns = 1;
   auto victim = ledger.join(0, -1);
   auto equal = ledger.join(0, -1);
   auto higher = ledger.join(0, 9);
@@ -659,6 +667,7 @@ TEST(ledger_give_back_wakes_the_waiter) {
 /// Equals share what can be shared; what other programs hold is not for them to share.
 TEST(ledger_fair_share_excludes_memory_of_other_processes) {
   Ledger ledger;
+  ledger.rules.fair_cached_ns = 1;
   auto rich = ledger.join();
   auto requester = ledger.join();
   REQUIRE(rich && requester);
