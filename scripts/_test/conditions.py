@@ -1,7 +1,8 @@
-"""Conditions of the machine for a run: unchanged, busy, or with one core.
+"""Conditions of a run: the machine is busy, or has one core, or threads start late.
 
 with busy(workspace.folder): ...     # eight loops and a disk writer compete with the run
 with one_core(): ...                 # this process and its children have one core
+with late_threads(): ...             # in new processes, threads of Python start late
 
 others = OtherPrograms()             # what other programs take of the processors from here on
 """
@@ -60,6 +61,19 @@ def one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def late_threads() -> Iterator[None]:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "late_threads")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class CpuTimes(NamedTuple):

@@ -47,8 +47,11 @@ class Ended(BaseException):
 def main() -> int:
     options, pytest_arguments = _parse(sys.argv[1:])
     if pytest_arguments:
-        if options.stress or options.coverage:
-            print("--stress and --coverage are for a whole tier; leave out", *pytest_arguments)
+        if options.stress or options.late_threads or options.coverage:
+            print(
+                "--stress, --late-threads and --coverage are for a whole tier; leave out",
+                *pytest_arguments,
+            )
             return 2
         # Tests that are named: one ordinary pytest, with a terminal and a debugger.
         tier = options.tier if options.tier != "default" else "all"
@@ -58,7 +61,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     try:
-        run_under = ("busy", "one core") if options.stress else ("",)
+        run_under = ["busy", "one core"] if options.stress else []
+        run_under += ["late threads"] if options.late_threads else []
+        run_under = run_under or [""]
         passed = [_run(options.tier, each, covers=options.coverage) for each in run_under]
         return 0 if all(passed) else 1
     except Ended as ended:
@@ -72,8 +77,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("fast", "all", "soak"):
         tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name)
     parser.set_defaults(tier="default")
-    parser.add_argument("--stress", action="store_true")
-    parser.add_argument("--coverage", action="store_true")
+    for name in ("stress", "late-threads", "coverage"):
+        parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_known_args(arguments)
 
 
@@ -91,6 +96,8 @@ def _run(tier: str, condition: str, *, covers: bool) -> bool:
                 around.enter_context(conditions.busy(workspace.folder))
             elif condition == "one core":
                 around.enter_context(conditions.one_core())
+            elif condition == "late threads":
+                around.enter_context(conditions.late_threads())
             if covers:
                 around.enter_context(covered_lines.measured(workspace.folder))
             run = Run(

@@ -133,13 +133,27 @@ def test_leaves(): subprocess.Popen(["sleep", "1000"], start_new_session=True)
 def test_stress_of_named_tests_is_rejected(project: Path) -> None:
     exit_code, output = run(project, "def test_a(): pass", "--stress", "tests/test_inner.py")
     assert exit_code == 2
-    assert output == "--stress and --coverage are for a whole tier; leave out tests/test_inner.py\n"
+    assert output == (
+        "--stress, --late-threads and --coverage are for a whole tier; leave out"
+        " tests/test_inner.py\n"
+    )
 
 
 def test_uncollectable_file_fails_the_run(project: Path) -> None:
     exit_code, output = run(project, "import no_such_module")
     assert exit_code == 1
     assert "tests/test_inner.py cannot be collected" in output
+
+
+def test_late_threads_start_late_in_all_processes(project: Path) -> None:
+    source = """
+import subprocess, sys
+SHOW = "import threading; assert threading.Thread.start.__name__ == '_start_late'"
+def test_is_late(): subprocess.run([sys.executable, "-c", SHOW], check=True)
+"""
+    exit_code, output = run(project, source, "--late-threads")
+    assert exit_code == 0, output
+    assert "tier default, late threads: " in output
 
 
 @pytest.mark.parametrize(("tier", "passed"), [("fast", 1), ("", 3), ("all", 5), ("soak", 6)])
