@@ -199,7 +199,8 @@ class FakePool(FakeCopies):
             return not self.dirty
 
     def clean(self, timeout_s: float) -> int:
-        self.shrink("limit", timeout_s)
+        if self.dirty:
+            self.shrink("limit", timeout_s)
         return len(self.dirty)
 
     def begin_writeback(self, most: int) -> FakeBatch:

@@ -629,6 +629,7 @@ def test_erased_blocks_are_not_copied_to_farther_tiers(world) -> None:
 def test_exit_cleans_and_warns_about_missing_farther_copies(world, caplog) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(4))
+    assert world.tiers.clean_all(DEADLINE_S) == 0
     assert world.tiers.clean_before_exit(0.1) == 0
     assert "not yet copied to the farther tiers are lost" in caplog.text
     release.set()
