@@ -27,7 +27,7 @@ STREAMS = [kind for kind in KINDS if kind != "memory"]
 def test_pushes_in_both_directions_do_not_deadlock(kind: str, tmp_path: Path) -> None:
     """A node whose push threads are all busy still sends what the peer reads for its own."""
     threads, rounds, size = 16, 2, 64 << 10
-    secret = secret_file(tmp_path)
+    address, secret = address_of(kind, tmp_path), secret_file(tmp_path)
     busy = threading.Barrier(2 * PUSHES)
     all_busy = threading.Event()
 
@@ -45,8 +45,8 @@ def test_pushes_in_both_directions_do_not_deadlock(kind: str, tmp_path: Path) ->
         return Held()
 
     with (
-        Node(1, claim=claim, listen=[address_of(kind, tmp_path)], secret=secret) as one,
-        Node(2, claim=claim, secret=secret) as other,
+        Node(1, claim=claim, listen=[address], secret=secret, lease_s=DEADLINE_S) as one,
+        Node(2, claim=claim, secret=secret, lease_s=DEADLINE_S) as other,
         linked(kind, one, other) as link,
         ThreadPoolExecutor(2 * threads) as pushers,
     ):
