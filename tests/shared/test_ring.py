@@ -160,7 +160,11 @@ def grow():
         print(error.code, flush=True)
 
 with Scheduler(timeout_s=float(sys.argv[2])) as scheduler, scheduler.worker() as worker:
-    scheduler.pool.ensure(1)
+    try:
+        scheduler.pool.ensure(1)
+    except errors.ChannelError as error:
+        print(error.code, flush=True)
+        sys.exit()
     worker.pause()
     print(worker.pid, flush=True)
     growing = threading.Thread(target=grow)
@@ -179,7 +183,10 @@ def test_stopped_time_does_not_count_for_the_timeout():
 def stopped_together(timeout_s: float) -> None:
     """Stop scheduler and worker for longer than the timeout, as Ctrl-Z in their shell does."""
     with LineProgram("-c", _STOPS_WITH_A_COMMAND_IN_FLIGHT, PROGRAMS, str(timeout_s)) as scheduler:
-        worker_pid = int(scheduler.read())
+        begun = scheduler.read()
+        if not begun.isdecimal():
+            raise errors.ChannelTimeoutError(begun)
+        worker_pid = int(begun)
         os.waitid(os.P_PID, scheduler.pid, os.WSTOPPED)
         time.sleep(2 * timeout_s)
         scheduler.go_on()
