@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import psutil
 
@@ -65,15 +66,9 @@ def one_core() -> Iterator[None]:
 
 @contextmanager
 def late_threads() -> Iterator[None]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "late_threads")
-    try:
+    folder = Path(__file__).parent / "late_threads"
+    with mock.patch.dict(os.environ, PYTHONPATH=str(folder)):
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 class CpuTimes(NamedTuple):

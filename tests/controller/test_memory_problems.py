@@ -75,8 +75,10 @@ def test_restarted_engine_gets_the_configured_memory() -> None:
             assert "no limit is in force" in str(model.problems)
             with instance():
                 await look_until(model, lambda: look_at(NAME).limit_bytes == 32 * MIB)
-                await look_until(model, lambda: model.problems is None)
-                assert look_at(NAME).priority == 3
+                await model.look_at_memory()
+                assert model.problems is None
+                found = look_at(NAME)
+                assert (found.limit_bytes, found.priority) == (32 * MIB, 3)
                 # What an operator sets afterwards holds until the engine ends.
                 segment.request(NAME, limit_bytes=64 * MIB, wait_s=DEADLINE_S)
                 await model.look_at_memory()
@@ -137,6 +139,7 @@ def test_refused_configured_memory_is_reported(change: Callable[[], object] | No
                 await model.memory.request_as_configured()
             else:
                 change()
-            await look_until(model, lambda: model.problems is None)
+            await model.look_at_memory()
+            assert model.problems is None
 
     asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
