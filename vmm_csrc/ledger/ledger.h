@@ -177,7 +177,7 @@ struct LedgerLayout {
   SharedWord others_at_ns;  ///< when that was last measured; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< slots from here on were never taken
   SharedWord door;                        ///< joins * 2, + 1 when the door is shut
-  SharedWord excess_request_ns;  ///< when a member last requested the excess over the capacity
+  SharedWord excess_request_ns;  ///< when the excess over the capacity was last requested; 0: never
   SharedWord page_bytes;         ///< the device's default page size; 0: not decided yet
   std::array<LedgerSlot, kLedgerSlots> slots;
 };

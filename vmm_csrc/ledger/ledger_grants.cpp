@@ -309,8 +309,8 @@ bool LedgerMember::request_excess() {
   const std::uint64_t now_ns = monotonic_ns();
   std::uint64_t request_ns = layout_->excess_request_ns.load();
   // A time in the future is invalid and counts as long ago.
-  if (now_ns - request_ns < rules_.patience_ns ||
-      !layout_->excess_request_ns.compare_exchange_strong(request_ns, now_ns)) {
+  const bool is_recent = request_ns != 0 && now_ns - request_ns < rules_.patience_ns;
+  if (is_recent || !layout_->excess_request_ns.compare_exchange_strong(request_ns, now_ns)) {
     return true;
   }
   (void)reap_dead(*layout_, LivenessCheck(file_));

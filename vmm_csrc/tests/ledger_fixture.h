@@ -26,12 +26,13 @@ inline constexpr std::uint64_t kPages = 64;
 inline constexpr auto kSoon = std::chrono::minutes(5);
 
 /// Nothing expires during a test, on a machine of any speed. A test shortens what it waits for.
-inline constexpr std::uint64_t kHourNs = 3'600'000'000'000;
-inline constexpr ReclaimRules kPatientRules{.idle_ns = kHourNs,
-                                            .patience_ns = kHourNs,
-                                            .fair_cached_ns = kHourNs,
-                                            .fair_in_use_ns = kHourNs,
-                                            .request_expiry_ns = kHourNs};
+/// It is longer than any machine has been up: a time of 0, never, taken for a time would be recent.
+inline constexpr std::uint64_t kCenturyNs = std::uint64_t{100} * 365 * 86'400 * 1'000'000'000;
+inline constexpr ReclaimRules kPatientRules{.idle_ns = kCenturyNs,
+                                            .patience_ns = kCenturyNs,
+                                            .fair_cached_ns = kCenturyNs,
+                                            .fair_in_use_ns = kCenturyNs,
+                                            .request_expiry_ns = kCenturyNs};
 
 /// A file of shared memory, gone with its last user.
 struct SharedFile {
